@@ -1,0 +1,258 @@
+"""The communicator given to `tdx.init`: what it must offer, and how MPI is found without one.
+
+It is used during `tdx.init` only, and carries bytes only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Protocol, runtime_checkable
+
+from tdx.runtime.errors import InvalidArgument, TdxError
+
+__all__ = ["Comm", "announced_size", "close_comm", "open_comm"]
+
+# Launchers that put the size of the world into the environment of each rank, innermost first:
+# inside `srun`, an `mpirun` counts. Slurm's own variables also stand in a batch script, which
+# is no rank; only within a step do they speak of this process.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
+    ("PMI_SIZE", "a PMI launcher (the mpirun of MPICH or Intel MPI)"),
+    ("MV2_COMM_WORLD_SIZE", "the mpirun of MVAPICH"),
+    ("SLURM_STEP_NUM_TASKS", "srun"),
+)
+# Launchers that announce themselves, but not how many ranks they start.
+_SILENT_LAUNCHERS = (("PMIX_RANK", "a PMIx launcher"), ("PMI_RANK", "a PMI launcher"))
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """What tdx needs of a communicator, in mpi4py's spelling."""
+
+    def Get_rank(self) -> int:
+        """This rank, in 0..size-1."""
+
+    def Get_size(self) -> int:
+        """Number of ranks."""
+
+    def allgather(self, payload: bytes, /) -> list[bytes]:
+        """Every rank's payload (lengths may differ) in rank order, on every rank."""
+
+
+class _SelfComm:
+    """A world of one."""
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return 1
+
+    def allgather(self, payload: bytes, /) -> list[bytes]:
+        return [bytes(payload)]
+
+
+class _CheckedComm:
+    """The caller's communicator: only bytes pass, and each answer's shape is checked."""
+
+    def __init__(self, comm: Any, owned: bool):
+        self._comm = comm
+        self._owned = owned
+        self._rank = _integer(comm, "Get_rank")
+        self._size = _integer(comm, "Get_size")
+        if not 0 <= self._rank < self._size:
+            raise InvalidArgument(
+                f"comm.Get_rank() is {self._rank} and comm.Get_size() is {self._size}: "
+                "the rank must be in 0..size-1"
+            )
+
+    def Get_rank(self) -> int:
+        return self._rank
+
+    def Get_size(self) -> int:
+        return self._size
+
+    def allgather(self, payload: bytes, /) -> list[bytes]:
+        answer = self._gather(bytes(payload))
+        if not isinstance(answer, (list, tuple)) or len(answer) != self._size:
+            raise InvalidArgument(
+                f"comm.allgather must return a list of {self._size} entries, one a rank; "
+                f"got {_describe(answer)}"
+            )
+        for rank, entry in enumerate(answer):
+            if not isinstance(entry, (bytes, bytearray, memoryview)):
+                raise InvalidArgument(
+                    f"comm.allgather returned {_describe(entry)} for rank {rank}: "
+                    "it must return the bytes which that rank gave"
+                )
+        return [bytes(entry) for entry in answer]
+
+    def _gather(self, payload: bytes) -> Any:
+        return self._comm.allgather(payload)
+
+    def free(self) -> None:
+        """Free the communicator if it was split off for tdx (collective)."""
+        if self._owned and callable(getattr(self._comm, "Free", None)):
+            self._owned = False
+            self._comm.Free()
+
+
+class _MpiComm(_CheckedComm):
+    """A private mpi4py communicator. Buffers only: mpi4py's own `allgather` would pickle."""
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        import numpy as np
+
+        counts = np.empty(self._size, np.int64)
+        self._comm.Allgather(np.array([len(payload)], np.int64), counts)
+        data = np.empty(int(counts.sum()), np.uint8)
+        self._comm.Allgatherv(np.frombuffer(payload, np.uint8), (data, counts))
+        ends = counts.cumsum().tolist()
+        return [data[e - c : e].tobytes() for e, c in zip(ends, counts.tolist(), strict=True)]
+
+    def free(self) -> None:
+        if not _mpi_module().Is_finalized():
+            super().free()
+
+
+def open_comm(comm: Any = None) -> Comm:
+    """The communicator that `tdx.init` works with (collective).
+
+    Parameters
+    ----------
+    comm : mpi4py communicator, object like `Comm`, or None
+        An mpi4py communicator, or another one with a working `Split`, is split, so that
+        messages of tdx and of the caller cannot meet. None: MPI.COMM_WORLD if an MPI launcher
+        started this process or mpi4py.MPI is already imported, else a world of one, for which
+        mpi4py is not imported.
+
+    Raises
+    ------
+    InvalidArgument
+        No communicator, an intercommunicator, a null or freed one; or the launcher belongs to
+        another MPI than the library mpi4py uses.
+    TdxError
+        An MPI launcher started the process and mpi4py cannot be imported.
+    """
+    if comm is None:
+        return _default_comm()
+    if "mpi4py.MPI" in sys.modules and isinstance(comm, _mpi_module().Comm):
+        return _split_mpi(comm)
+    if isinstance(comm, type) or not isinstance(comm, Comm):
+        raise InvalidArgument(
+            f"comm is {_describe(comm)}: pass an mpi4py communicator, an object with Get_rank(), "
+            "Get_size() and allgather(bytes), or None"
+        )
+    return _split_other(comm)
+
+
+def close_comm(comm: Comm) -> None:
+    """Free what `open_comm` split off (collective); the caller's communicator is left alone."""
+    if isinstance(comm, _CheckedComm):
+        comm.free()
+
+
+def announced_size() -> tuple[int, str] | None:
+    """Size of the world and name of the launcher that started this process.
+
+    The size is 0 where the launcher does not tell it. None: no MPI launcher did.
+    """
+    for variable, launcher in _LAUNCHERS:
+        text = os.environ.get(variable, "")
+        if variable.startswith("SLURM_") and "SLURM_STEP_ID" not in os.environ:
+            continue
+        if text.isdecimal() and int(text) > 0:
+            if variable.startswith("SLURM_") and int(text) == 1:
+                continue  # also the shell of an interactive allocation
+            return int(text), launcher
+    for variable, launcher in _SILENT_LAUNCHERS:
+        if variable in os.environ:
+            return 0, launcher
+    return None
+
+
+def _default_comm() -> Comm:
+    announced = announced_size()
+    if announced is None:
+        if "mpi4py.MPI" not in sys.modules:
+            return _SelfComm()
+        module = _mpi_module()
+        if not module.Is_initialized() or module.Is_finalized():
+            return _SelfComm()
+        return _split_mpi(module.COMM_WORLD)
+    size, launcher = announced
+    if size == 1 and "mpi4py.MPI" not in sys.modules:
+        return _SelfComm()
+    module = _import_mpi(launcher)
+    _require_running(module)
+    if size > 1 and module.COMM_WORLD.Get_size() == 1:
+        raise InvalidArgument(
+            f"{launcher} started {size} ranks, but MPI.COMM_WORLD has 1: mpi4py uses another MPI, "
+            f"{_library_version(module)}. Start with `tdx run -n {size} ...`, which finds "
+            "the launcher that matches, or with the mpirun that belongs to that library"
+        )
+    return _split_mpi(module.COMM_WORLD)
+
+
+def _import_mpi(launcher: str) -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: no MPI library found
+        raise TdxError(
+            f"{launcher} started this process, but mpi4py cannot be imported ({error}). "
+            'Install it with an MPI: pip install "tdx-kernels[mpi]"'
+        ) from error
+    return MPI
+
+
+def _mpi_module() -> Any:
+    return sys.modules["mpi4py.MPI"]
+
+
+def _library_version(module: Any) -> str:
+    return " ".join(module.Get_library_version().strip("\0\n ").splitlines()[0].split())
+
+
+def _require_running(module: Any) -> None:
+    if not module.Is_initialized() or module.Is_finalized():
+        state = "finalized" if module.Is_finalized() else "not initialized"
+        raise InvalidArgument(f"MPI is {state}: call tdx.init between MPI.Init and MPI.Finalize")
+
+
+def _split_mpi(comm: Any) -> Comm:
+    module = _mpi_module()
+    _require_running(module)
+    if comm == module.COMM_NULL:
+        raise InvalidArgument("comm is MPI.COMM_NULL (or was freed): pass a communicator in use")
+    if comm.Is_inter():
+        raise InvalidArgument(
+            "comm is an intercommunicator: merge it first, with comm.Merge(), and pass the result"
+        )
+    return _MpiComm(comm.Split(0, comm.Get_rank()), owned=True)
+
+
+def _split_other(comm: Any) -> Comm:
+    if callable(getattr(comm, "Split", None)):
+        try:
+            private = comm.Split(0, _integer(comm, "Get_rank"))
+        except NotImplementedError:
+            private = None
+        if private is not None and private is not comm:
+            return _CheckedComm(private, owned=True)
+    return _CheckedComm(comm, owned=False)
+
+
+def _integer(comm: Any, name: str) -> int:
+    value = getattr(comm, name)()
+    try:
+        return value.__index__()
+    except AttributeError:
+        raise InvalidArgument(f"comm.{name}() returned {_describe(value)}, not an int") from None
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

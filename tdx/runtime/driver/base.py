@@ -1,0 +1,165 @@
+"""What the runtime asks of a device: one protocol of same-named verbs, one file per vendor.
+
+Addresses, stream, event and graph handles are plain ints. A verb that fails raises DriverError
+(or HeapExhausted when memory ran out) and leaves nothing behind. Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["DeviceInfo", "Driver"]
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The device of this rank.
+
+    Attributes
+    ----------
+    backend : str
+        "host", "cuda" or "hip".
+    index : int
+        Ordinal of the device in its driver.
+    name, arch : str
+        What the vendor calls it, and the target Triton compiles for ("sm_90", "gfx942", "host").
+    multiprocessors : int
+        Blocks of a one-block-per-multiprocessor kernel that are resident at once.
+    memory_bytes : int
+        Device memory; on the host tier this rank's share of the machine's.
+    dlpack_type : int
+        DLPack device type: 1 CPU, 2 CUDA, 10 ROCm.
+    """
+
+    backend: str
+    index: int
+    name: str
+    arch: str
+    multiprocessors: int
+    memory_bytes: int
+    dlpack_type: int
+
+
+class Driver(Protocol):
+    """The verbs. `stream` is always the handle of a stream of the same driver."""
+
+    info: DeviceInfo
+
+    def close(self) -> None:
+        """Wait for the device, then release everything the driver itself holds."""
+
+    def synchronize(self) -> None:
+        """Wait for all streams; raises the error of a kernel that failed."""
+
+    # ---- virtual memory: the symmetric window
+    def granularity(self) -> int:
+        """Sizes and offsets of mappings are multiples of this."""
+
+    def default_stride(self) -> int:
+        """Distance between the heaps of neighbouring ranks."""
+
+    def mem_create(self, nbytes: int) -> int:
+        """Allocate physical memory that can be exported."""
+
+    def mem_export(self, handle: int) -> int:
+        """A file descriptor of the memory; the caller closes it."""
+
+    def mem_import(self, fd: int, nbytes: int) -> int:
+        """A handle of memory a peer exported; `fd` stays the caller's."""
+
+    def mem_release(self, handle: int) -> None:
+        """Drop the handle; mappings keep the memory alive."""
+
+    def addr_reserve(self, nbytes: int) -> int:
+        """Reserve addresses without memory behind them."""
+
+    def addr_free(self, address: int, nbytes: int) -> None:
+        """Give a reservation back; nothing may be mapped in it any more."""
+
+    def mem_map(self, address: int, nbytes: int, handle: int) -> None:
+        """Map the memory into a reservation, readable and writable by the own device."""
+
+    def mem_unmap(self, address: int, nbytes: int) -> None:
+        """Undo mem_map; the reservation stays."""
+
+    # ---- local memory and copies
+    def alloc(self, nbytes: int, stream: int) -> int:
+        """Local device memory, 256-byte aligned, usable in stream order."""
+
+    def free(self, address: int, stream: int) -> None:
+        """Return local memory once the work queued on `stream` is done."""
+
+    def host_alloc(self, nbytes: int) -> int:
+        """Zeroed host memory that kernels can write and the host reads without a call."""
+
+    def host_free(self, address: int) -> None:
+        """Return memory of host_alloc."""
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Device to device, own or a peer's memory, by a copy engine; asynchronous."""
+
+    def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Host memory to the device in stream order; returns when `src` may be reused."""
+
+    def copy_out(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Device to host memory in stream order; returns when `dst` holds the data."""
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
+        """Set bytes; asynchronous."""
+
+    # ---- streams and events
+    def stream_create(self, priority: int) -> int:
+        """A stream; a lower number is a higher priority."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """Destroy it once its work is done."""
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Wait for the work of one stream; raises the error of a kernel that failed."""
+
+    def stream_query(self, stream: int) -> bool:
+        """Whether all its work is done."""
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """Later work of the stream waits for the event's last record."""
+
+    def event_create(self, timing: bool) -> int: ...
+
+    def event_destroy(self, event: int) -> None: ...
+
+    def event_record(self, event: int, stream: int) -> None: ...
+
+    def event_query(self, event: int) -> bool: ...
+
+    def event_synchronize(self, event: int) -> None: ...
+
+    def event_elapsed(self, start: int, end: int) -> float:
+        """Milliseconds between two records of timing events that are done."""
+
+    # ---- graphs
+    def capture_begin(self, stream: int) -> None:
+        """Record what is queued on `stream`, and on streams that join it by events."""
+
+    def capture_end(self, stream: int) -> int:
+        """End the recording: a graph."""
+
+    def graph_launch(self, graph: int, stream: int) -> None:
+        """Queue the recorded work again, in order with `stream`."""
+
+    def graph_destroy(self, graph: int) -> None: ...
+
+    # ---- kernels
+    def install(self) -> None:
+        """Make `kernel[grid](...)` run here, on the current stream."""
+
+    def uninstall(self) -> None:
+        """Restore what Triton had before."""
+
+    def current_stream(self) -> int:
+        """Where this thread's plain launches go."""
+
+    def set_current_stream(self, stream: int) -> None: ...
+
+    def resident_blocks(self) -> int:
+        """Most blocks of a kernel that may wait for each other."""

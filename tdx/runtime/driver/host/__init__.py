@@ -1,0 +1,216 @@
+"""The host tier: a device made of this process's own memory and one thread.
+
+A backend like the GPUs', with the same verbs. Real shared memory, real atomics, the same
+kernels; programs of a grid are fibres (kernel.py) on one device thread (device.py) that run
+Triton's interpreter semantics (interpreter.py, builder.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import partial
+from typing import Any
+
+import triton
+
+from tdx import abi
+from tdx.runtime.config import config
+from tdx.runtime.driver.base import DeviceInfo
+from tdx.runtime.driver.host import interpreter
+from tdx.runtime.driver.host.device import Call, Device
+from tdx.runtime.driver.host.executor import HostExecutor
+from tdx.runtime.driver.host.kernel import KernelRun, PreparedKernel
+from tdx.runtime.driver.host.memory import HostMemory, available_bytes
+from tdx.runtime.errors import HeapExhausted, InvalidArgument
+
+__all__ = ["HostDriver"]
+
+_STRIDE = 1 << 40  # 1 TiB of addresses a rank: far above any heap, far below the address space
+_ALIGNMENT = 256
+
+
+class HostDriver(HostMemory):
+    """The verbs of driver/base.py on the host tier. One is open at a time in a process."""
+
+    def __init__(self, local_rank: int, local_size: int):
+        self.info = DeviceInfo(
+            backend="host",
+            index=local_rank,
+            name="CPU (host tier)",
+            arch="host",
+            multiprocessors=config.host_multiprocessors,
+            memory_bytes=available_bytes() // 2 // max(1, local_size),
+            dlpack_type=1,
+        )
+        self._local: dict[int, Any] = {}
+        self._thread_stream = threading.local()
+        self._default_stream = 0
+        self._previous: Any = None
+        self.device = Device()
+        self.executor = HostExecutor(self.device)
+        self.executor.report = self.waiting
+        interpreter.take_over()
+        self.device.start()
+
+    def close(self) -> None:
+        self.device.stop()
+        self._local.clear()
+
+    def synchronize(self) -> None:
+        self.device.synchronize()
+
+    def default_stride(self) -> int:
+        return _STRIDE
+
+    def set_timeout(self, seconds: float) -> None:
+        """Deadline of programs that spin without `wait`; 0: none."""
+        self.device.timeout_s = seconds
+
+    # ---- local memory and copies
+    def alloc(self, nbytes: int, stream: int) -> int:
+        try:
+            block = (ctypes.c_char * (nbytes + _ALIGNMENT))()
+        except MemoryError as error:
+            raise HeapExhausted(f"{nbytes} bytes of local memory cannot be had") from error
+        address = -(-ctypes.addressof(block) // _ALIGNMENT) * _ALIGNMENT
+        self._local[address] = block
+        return address
+
+    def free(self, address: int, stream: int) -> None:
+        block = self._local.pop(address, None)
+        handle = self.device.streams.get(stream)
+        if block is not None and handle is not None and handle.queue:
+            self.device.enqueue(stream, lambda: Call(partial(_keep, block)))
+
+    def host_alloc(self, nbytes: int) -> int:
+        return self.alloc(nbytes, 0)
+
+    def host_free(self, address: int) -> None:
+        self._local.pop(address, None)
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self.device.enqueue(stream, lambda: Call(partial(_copy, dst, src, nbytes)))
+
+    def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self.copy(dst, src, nbytes, stream)
+        self.device.synchronize_stream(stream)
+
+    copy_out = copy_in
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
+        self.device.enqueue(stream, lambda: Call(partial(_fill, dst, value, nbytes)))
+
+    # ---- streams and events
+    def stream_create(self, priority: int) -> int:
+        return self.device.create_stream(priority)
+
+    def stream_destroy(self, stream: int) -> None:
+        self.device.destroy_stream(stream)
+
+    def stream_synchronize(self, stream: int) -> None:
+        self.device.synchronize_stream(stream)
+
+    def stream_query(self, stream: int) -> bool:
+        return not self.device.streams[stream].queue
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        self.device.wait_event(stream, event)
+
+    def event_create(self, timing: bool) -> int:
+        return self.device.create_event()
+
+    def event_destroy(self, event: int) -> None:
+        self.device.events.pop(event, None)
+
+    def event_record(self, event: int, stream: int) -> None:
+        self.device.record(event, stream)
+
+    def event_query(self, event: int) -> bool:
+        state = self.device.events[event]
+        return state.reached >= state.wanted
+
+    def event_synchronize(self, event: int) -> None:
+        self.device.wait(lambda: self.event_query(event), lambda: False)
+
+    def event_elapsed(self, start: int, end: int) -> float:
+        first, last = self.device.events[start], self.device.events[end]
+        if not (first.reached and last.reached):
+            raise InvalidArgument("both events must have been recorded and reached")
+        return (last.seconds - first.seconds) * 1e3
+
+    # ---- graphs
+    def capture_begin(self, stream: int) -> None:
+        self.device.capture_begin(stream)
+
+    def capture_end(self, stream: int) -> int:
+        return self.device.capture_end(stream)
+
+    def capturing(self, stream: int) -> bool:
+        graph = self.device.capture
+        return graph is not None and stream in graph.streams
+
+    def graph_launch(self, graph: int, stream: int) -> None:
+        self.device.launch_graph(graph, stream)
+
+    def graph_destroy(self, graph: int) -> None:
+        self.device.graphs.pop(graph, None)
+
+    # ---- kernels
+    def install(self) -> None:
+        interpreter.set_launcher(self.device, self._launch)
+        abi.host_executor = self.executor
+        active = triton.runtime.driver
+        self._previous = getattr(active, "_active", None)
+        active.set_active(interpreter.HostTritonDriver(self.synchronize))
+
+    def uninstall(self) -> None:
+        interpreter.set_launcher(None, None)
+        abi.host_executor = None
+        # what was there before may be nothing at all: Triton then looks for a driver itself
+        triton.runtime.driver._active = self._previous
+
+    def current_stream(self) -> int:
+        return getattr(self._thread_stream, "handle", self._default_stream)
+
+    def set_current_stream(self, stream: int) -> None:
+        if not self._default_stream:
+            self._default_stream = stream
+        self._thread_stream.handle = stream
+
+    def resident_blocks(self) -> int:
+        return self.info.multiprocessors
+
+    def waiting(self) -> list[str]:
+        """Who waits for what, over all streams."""
+        return [
+            text
+            for stream in self.device.streams.values()
+            if stream.queue and isinstance(stream.queue[0], KernelRun)
+            for text in stream.queue[0].waiting()
+        ]
+
+    def _launch(self, prepared: PreparedKernel, options: dict[str, Any]) -> None:
+        resident = self.resident_blocks()
+        if options.get("launch_cooperative_grid") and prepared.programs > resident:
+            raise InvalidArgument(
+                f"{prepared.name}: a cooperative grid of {prepared.programs} programs was asked"
+                f" for, {resident} are resident at once; launch at most that many"
+            )
+        device = self.device
+        device.enqueue(self.current_stream(), lambda: KernelRun(device, prepared, resident))
+
+
+def _keep(block: Any) -> None:
+    """Holds `block` until the stream reaches this point."""
+
+
+def _copy(dst: int, src: int, nbytes: int) -> None:
+    if nbytes == 4:  # a flag: one store, never torn
+        ctypes.c_int32.from_address(dst).value = ctypes.c_int32.from_address(src).value
+    else:
+        ctypes.memmove(dst, src, nbytes)
+
+
+def _fill(dst: int, value: int, nbytes: int) -> None:
+    ctypes.memset(dst, value, nbytes)

@@ -1,0 +1,305 @@
+"""The host tier's device: one thread that runs the work of all streams of the process.
+
+Launches are asynchronous, as on a GPU: the caller's thread only queues. The device thread goes
+round the streams and lets the head of each queue take a step. A kernel's step resumes each of
+its resident programs once (see kernel.py); other work is done in one step. When nothing can
+move, the thread yields the processor a few times and then sleeps for up to a millisecond, so
+that oversubscribed ranks do not starve each other.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tdx.runtime.config import config
+from tdx.runtime.errors import DriverError, InvalidArgument
+
+__all__ = ["Call", "Device", "Event", "Graph", "Operation", "Stream"]
+
+_YIELDS = 8  # polls that only yield the processor before the first sleep
+_FIRST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 1e-3
+
+
+class Operation(Protocol):
+    """An entry of a stream."""
+
+    done: bool
+
+    def step(self, device: Device) -> bool:
+        """Do some of the work; whether anything moved."""
+
+    def abandon(self) -> None:
+        """Drop the work: an earlier one failed."""
+
+
+class Call:
+    """Work of one step: a copy, a fill, an event."""
+
+    def __init__(self, function: Callable[[], Any]):
+        self._function = function
+        self.done = False
+
+    def step(self, device: Device) -> bool:
+        if self._function() is False:
+            return False
+        self.done = True
+        return True
+
+    def abandon(self) -> None:
+        pass
+
+
+class Event:
+    """A point in a stream; records count up so that a replayed graph can record again."""
+
+    def __init__(self) -> None:
+        self.wanted = 0
+        self.reached = 0
+        self.seconds = 0.0
+
+    def record(self) -> Call:
+        self.wanted += 1
+        number = self.wanted
+
+        def reach() -> None:
+            self.reached = max(self.reached, number)
+            self.seconds = time.perf_counter()
+
+        return Call(reach)
+
+    def waiter(self) -> Call:
+        number = self.wanted
+        return Call(lambda: self.reached >= number)
+
+
+class Stream:
+    """A queue of operations, run in order."""
+
+    def __init__(self, handle: int, priority: int):
+        self.handle = handle
+        self.priority = priority
+        self.queue: collections.deque[Operation] = collections.deque()
+
+
+class Graph:
+    """What was queued while a capture was open: (stream handle, maker of the operation)."""
+
+    def __init__(self, origin: int):
+        self.origin = origin
+        self.streams = {origin}
+        self.events: set[int] = set()
+        self.entries: list[tuple[int, Callable[[], Operation]]] = []
+
+
+class Device:
+    """Streams, events, graphs and the thread that serves them."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.streams: dict[int, Stream] = {}
+        self.events: dict[int, Event] = {}
+        self.graphs: dict[int, Graph] = {}
+        self.capture: Graph | None = None
+        self.error: BaseException | None = None
+        self.timeout_s = 30.0
+        self.running: Any = None  # the fibre that runs now, set by kernel.py
+        self.random = random.Random(config.host_seed) if config.host_seed else None
+        self._handles = iter(range(1, 1 << 62))
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._order: list[Stream] = []
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="tdx-host-device", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Abandon what is queued and end the thread."""
+        with self.changed:
+            self._stopping = True
+            self.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def on_device_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    # ---- streams, events, graphs
+    def create_stream(self, priority: int) -> int:
+        with self.changed:
+            handle = next(self._handles)
+            self.streams[handle] = Stream(handle, priority)
+            self._order = sorted(self.streams.values(), key=lambda s: s.priority)
+        return handle
+
+    def destroy_stream(self, handle: int) -> None:
+        with contextlib.suppress(DriverError):
+            self.synchronize_stream(handle)
+        with self.changed:
+            self.streams.pop(handle, None)
+            self._order = sorted(self.streams.values(), key=lambda s: s.priority)
+
+    def create_event(self) -> int:
+        with self.changed:
+            handle = next(self._handles)
+            self.events[handle] = Event()
+        return handle
+
+    def enqueue(self, handle: int, make: Callable[[], Operation]) -> None:
+        """Queue an operation, or record it when the stream is being captured."""
+        with self.changed:
+            stream = self.streams.get(handle)
+            if stream is None:
+                raise InvalidArgument(f"stream {handle} is not an open stream of the host tier")
+            if self.capture is not None and handle in self.capture.streams:
+                self.capture.entries.append((handle, make))
+                return
+            stream.queue.append(make())
+            self.changed.notify_all()
+        if config.launch_blocking:
+            self.synchronize_stream(handle)
+
+    def record(self, event: int, stream: int) -> None:
+        with self.changed:
+            if self.capture is not None and stream in self.capture.streams:
+                self.capture.events.add(event)
+            self.enqueue(stream, self.events[event].record)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        with self.changed:
+            if self.capture is not None and event in self.capture.events:
+                self.capture.streams.add(stream)
+            self.enqueue(stream, self.events[event].waiter)
+
+    def capture_begin(self, stream: int) -> None:
+        with self.changed:
+            if self.capture is not None:
+                raise InvalidArgument("a graph is being captured already; end it first")
+            self.capture = Graph(stream)
+
+    def capture_end(self, stream: int) -> int:
+        with self.changed:
+            graph, self.capture = self.capture, None
+            if graph is None or graph.origin != stream:
+                raise InvalidArgument("no capture is open on this stream")
+            handle = next(self._handles)
+            self.graphs[handle] = graph
+        return handle
+
+    def launch_graph(self, handle: int, stream: int) -> None:
+        with self.changed:
+            graph = self.graphs[handle]
+            for recorded, make in graph.entries:
+                self.enqueue(stream if recorded == graph.origin else recorded, make)
+
+    # ---- waiting
+    def wait(self, finished: Callable[[], bool], captured: Callable[[], bool]) -> None:
+        """Block the calling thread until `finished`; raises the error of failed work."""
+        with self.changed:
+            if self.capture is not None and captured():
+                raise InvalidArgument("a stream cannot be waited for while it is being captured")
+            while not finished() and self.error is None and not self._stopping:
+                self.changed.wait(1.0)
+            error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def synchronize(self) -> None:
+        self.wait(lambda: all(not s.queue for s in self.streams.values()), lambda: False)
+
+    def synchronize_stream(self, handle: int) -> None:
+        stream = self.streams.get(handle)
+        if stream is None:
+            raise InvalidArgument(f"stream {handle} is not an open stream of the host tier")
+        self.wait(lambda: not stream.queue, lambda: handle in self.capture.streams)  # type: ignore[union-attr]
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error for the next synchronising call and drop all queued work."""
+        with self.changed:
+            self.error = self.error or error
+            for stream in self.streams.values():
+                while stream.queue:
+                    stream.queue.popleft().abandon()
+            for event in self.events.values():
+                event.reached = event.wanted
+            self.changed.notify_all()
+
+    # ---- the device thread
+    def _run(self) -> None:
+        idle = 0
+        still_since = 0.0
+        while True:
+            with self.changed:
+                while not self._stopping and not any(s.queue for s in self._order):
+                    self.changed.wait()
+                    idle = 0
+                if self._stopping:
+                    for stream in self.streams.values():
+                        while stream.queue:
+                            stream.queue.popleft().abandon()
+                    self.changed.notify_all()
+                    return
+                order = list(self._order)
+            if self.random is not None:
+                self.random.shuffle(order)
+            if self._pass(order):
+                idle = 0
+                continue
+            idle += 1
+            if idle == 1:
+                still_since = time.monotonic()
+            self._rest(idle)
+            if self.timeout_s and time.monotonic() - still_since > self.timeout_s + 0.5:
+                self._stuck(order)
+                idle = 0
+
+    def _pass(self, order: list[Stream]) -> bool:
+        """Let the head of every stream take a step; whether anything moved."""
+        moved = False
+        for stream in order:
+            if not stream.queue:
+                continue
+            operation = stream.queue[0]
+            try:
+                moved |= operation.step(self)
+            except BaseException as error:
+                self.fail(error)
+                return True
+            if operation.done:
+                with self.changed:
+                    if stream.queue and stream.queue[0] is operation:
+                        stream.queue.popleft()
+                    self.changed.notify_all()
+                moved = True
+        return moved
+
+    def _rest(self, idle: int) -> None:
+        if idle <= _YIELDS:
+            os.sched_yield()
+            return
+        pause = min(_LONGEST_SLEEP_S, _FIRST_SLEEP_S * (idle - _YIELDS))
+        # the lock is free while sleeping, and a host thread that queues work ends the sleep
+        with self.changed:
+            self.changed.wait(pause)
+
+    def _stuck(self, order: list[Stream]) -> None:
+        """Programs that spin without `wait` have no deadline of their own: end them here."""
+        spinning = [
+            text for s in order if s.queue for text in getattr(s.queue[0], "spinning", list)()
+        ]
+        if spinning:
+            self.fail(
+                DriverError(
+                    f"deadlock: nothing moved for {self.timeout_s:g} s: " + "; ".join(spinning)
+                )
+            )

@@ -1,0 +1,161 @@
+"""Waits of device code on the host tier: what `tdx.language` calls when it is interpreted.
+
+Every wait has the world's deadline. On expiry the first one claims the world's fault word and
+writes the fault record (layouts: tdx/abi.py), as the GPU's device code does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from collections.abc import Callable
+
+import numpy as np
+from triton._C.libtriton import interpreter as native
+
+from tdx import abi
+from tdx.runtime.driver.host.device import Device
+
+__all__ = ["HostExecutor"]
+
+# on x86 every load is an acquire; elsewhere an atomic read orders what follows
+_STRONG_LOADS = platform.machine() in ("x86_64", "AMD64", "i686")
+
+
+class HostExecutor:
+    """Suspends the running fibre until words in symmetric memory have their values."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self.report: Callable[[], list[str]] = list  # who waits for what, set by the driver
+        self.waiting: list[str] = []  # that report, taken when the first wait gave up
+
+    def wait(
+        self,
+        addresses: np.ndarray,
+        values: np.ndarray,
+        cmp: str,
+        control: int,
+        team: int,
+        peers: np.ndarray,
+    ) -> bool:
+        """Wait until every int32 word satisfies `cmp` ("ge": wrap-safe, "eq"); False: gave up."""
+        flat = np.atleast_1d(addresses).reshape(-1)
+        wanted = np.broadcast_to(values, flat.shape).reshape(-1).astype(np.int64)
+        who = np.broadcast_to(peers, flat.shape).reshape(-1)
+        pending = [
+            (ctypes.c_int32.from_address(int(a)), int(v), int(p), int(a))
+            for a, v, p in zip(flat, wanted, who, strict=True)
+        ]
+
+        def satisfied(cell: ctypes.c_int32, value: int) -> bool:
+            difference = (cell.value - value) & 0xFFFFFFFF
+            return difference == 0 if cmp == "eq" else difference < 0x80000000
+
+        def finished() -> bool:
+            pending[:] = [entry for entry in pending if not satisfied(entry[0], entry[1])]
+            return not pending
+
+        def describe() -> str:
+            cell, value, peer, address = pending[0]
+            sign = "==" if cmp == "eq" else ">="
+            return f"word {address:#x} {sign} {value} (is {cell.value}) from peer {peer}"
+
+        def give_up() -> None:
+            cell, value, peer, address = pending[0]
+            self._fault(control, team, peer, address, value, cell.value)
+
+        ok = self._bounded(finished, describe, give_up, control)
+        if ok and not _STRONG_LOADS:
+            everything = np.ones(flat.shape, bool)
+            zero = np.zeros(flat.shape, np.int32)
+            native.atomic_rmw(native.RMW_OP.ADD, flat, zero, everything, native.MEM_SEMANTIC.ACQUIRE)
+        return ok
+
+    def load_ll(
+        self,
+        addresses: np.ndarray,
+        flag: int,
+        mask: np.ndarray,
+        control: int,
+        team: int,
+        peers: np.ndarray,
+    ) -> tuple[np.ndarray, bool]:
+        """Wait until the high half of every unmasked 64-bit word is `flag`; the low halves."""
+        nothing = np.zeros(addresses.shape, np.uint64)
+        words = nothing
+        expected = np.uint32(flag & 0xFFFFFFFF)
+
+        def missing() -> np.ndarray:
+            nonlocal words
+            words = native.load(addresses, mask, nothing, np.dtype(np.uint64))
+            return np.asarray(((words >> np.uint64(32)).astype(np.uint32) != expected) & mask)
+
+        def finished() -> bool:
+            return not missing().any()
+
+        def describe() -> str:
+            left = missing()
+            return f"{int(left.sum())} of {left.size} data words with flag {flag}"
+
+        def give_up() -> None:
+            first = int(np.flatnonzero(missing().reshape(-1))[0])
+            seen = int(words.reshape(-1)[first] >> np.uint64(32))
+            peer = int(np.broadcast_to(peers, addresses.shape).reshape(-1)[first])
+            self._fault(control, team, peer, int(addresses.reshape(-1)[first]), flag, seen)
+
+        ok = self._bounded(finished, describe, give_up, control)
+        return (words & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32), ok
+
+    def fault(self, control: int) -> bool:
+        """Whether a fault stands."""
+        return ctypes.c_int64.from_address(control + 8 * abi.CONTROL_FAULT).value != 0
+
+    def _bounded(
+        self,
+        finished: Callable[[], bool],
+        describe: Callable[[], str],
+        give_up: Callable[[], None],
+        control: int,
+    ) -> bool:
+        words = (ctypes.c_int64 * abi.CONTROL_TABLE).from_address(control)
+        deadline = 0
+        ok = True
+
+        def poll() -> bool:
+            nonlocal deadline, ok
+            if finished():
+                return True
+            if words[abi.CONTROL_FAULT]:
+                ok = False
+                return True
+            now = time.monotonic_ns()
+            limit = words[abi.CONTROL_TIMEOUT_NS]
+            if deadline == 0:
+                deadline = now + limit
+            if limit and now >= deadline:
+                give_up()
+                ok = False
+                return True
+            return False
+
+        self._device.running.wait_until(poll, describe)
+        return ok
+
+    def _fault(
+        self, control: int, team: int, peer: int, address: int, expected: int, seen: int
+    ) -> None:
+        words = (ctypes.c_int64 * abi.CONTROL_TABLE).from_address(control)
+        if words[abi.CONTROL_FAULT]:
+            return  # only the device thread writes it: no other claim can come between
+        self.waiting = self.report()
+        words[abi.CONTROL_FAULT] = abi.FAULT_TIMEOUT
+        record = (ctypes.c_int64 * abi.RECORD_WORDS).from_address(words[abi.CONTROL_RECORD])
+        record[abi.RECORD_KIND] = abi.FAULT_TIMEOUT
+        record[abi.RECORD_TEAM] = team
+        record[abi.RECORD_PEER] = peer
+        record[abi.RECORD_SIGNAL] = address
+        record[abi.RECORD_EXPECTED] = expected
+        record[abi.RECORD_SEEN] = seen
+        record[abi.RECORD_STATE] = 1

@@ -1,0 +1,271 @@
+"""Stock Triton on the host tier: kernels decorated before or after run on our device.
+
+`take_over` patches, once and for the life of the process: `JITFunction.run` (a launch) queues
+the kernel on the device's current stream, `JITFunction.__call__` (a device function) runs the
+function rewritten for the interpreter, and `triton.language` computes with NumPy. Compiling
+for a GPU no longer works in such a process: one family of backends per process.
+
+This is the only file besides builder.py that touches the interpreter's internals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdx.runtime.driver.host.builder import HostBuilder, HostReduceOps, HostScanOps
+from tdx.runtime.driver.host.device import Device
+from tdx.runtime.driver.host.kernel import PreparedKernel
+from tdx.runtime.errors import Closed, InvalidArgument
+
+__all__ = ["HostTritonDriver", "prepare", "set_launcher", "take_over"]
+
+Launcher = Callable[[PreparedKernel, dict[str, Any]], None]
+
+_builder: HostBuilder | None = None
+_launcher: Launcher | None = None
+_rewritten: dict[Any, Callable[..., Any]] = {}
+
+
+class _NoScope:
+    """Stands in for the interpreter's patch scope: our patches stay."""
+
+    def set_attr(self, *_: Any) -> None:
+        pass
+
+    def restore(self) -> None:
+        pass
+
+
+def set_launcher(device: Device | None, launcher: Launcher | None) -> None:
+    """Where launches go from now on; None: no world is open."""
+    global _launcher
+    _launcher = launcher
+    if _builder is not None:
+        _builder.device = device
+
+
+def take_over() -> None:
+    """Route every launch of this process to the host tier; repeated calls do nothing."""
+    global _builder
+    if _builder is not None:
+        return
+    _builder = HostBuilder()
+    interpreter.interpreter_builder = _builder
+    interpreter.interpreter_semantic = TritonSemantic(_builder)
+    interpreter.ReduceOps = HostReduceOps
+    interpreter.ScanOps = HostScanOps
+    _patch_language()
+    interpreted = interpreter.InterpretedFunction
+    for kind in (JITFunction, interpreted):  # the second: decorated under TRITON_INTERPRET=1
+        kind.run = _launch
+        kind.__call__ = _call
+
+
+def _patch_language() -> None:
+    class Everything:
+        __globals__ = {"tl": tl, "core": tl.core}
+
+    interpreter._patch_lang(Everything)
+    interpreter._patch_lang = lambda fn: _NoScope()
+    # Triton 3.6 converts with int(array), which NumPy 2.4 refuses for arrays of one dimension
+    tl.tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
+    for name, member in list(vars(tl.tensor).items()):
+        if isinstance(member, (JITFunction, interpreter.InterpretedFunction)):
+            setattr(tl.tensor, name, _method(member))
+
+
+def _method(function: Any) -> Callable[..., Any]:
+    return lambda *args, **named: function(*args, **named)
+
+
+class _Rewriter(interpreter.FunctionRewriter):
+    """Compiles the rewritten source against the kernel's own globals."""
+
+    def _compile_and_exec(self, transformed_ast: Any) -> Any:
+        code = compile(transformed_ast, filename=self.filename, mode="exec")
+        scope = self.fn.__globals__
+        if self.fn.__closure__:  # a kernel defined inside a function sees that function's names
+            cells = zip(self.fn.__code__.co_freevars, self.fn.__closure__, strict=True)
+            scope = {**scope, **{name: cell.cell_contents for name, cell in cells}}
+        scope["interpreter_semantic"] = interpreter.interpreter_semantic
+        comparison = getattr(interpreter, "_InterpreterComparison", None)
+        if comparison is not None:
+            scope["_InterpreterComparison"] = comparison
+        names: dict[str, Any] = {}
+        exec(code, scope, names)
+        return names[self.fn.__name__]
+
+
+def _interpreted(function: Any) -> Callable[..., Any]:
+    """The Python function of a jitted one, rewritten for the interpreter."""
+    raw = function.fn
+    if raw not in _rewritten:
+        _rewritten[raw] = _Rewriter(raw).rewrite_ast()
+    return _rewritten[raw]
+
+
+def _call(self: Any, *args: Any, **named: Any) -> Any:
+    device = _builder.device if _builder is not None else None
+    if device is None or device.running is None:
+        raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
+    return _interpreted(self)(*args, **named)
+
+
+def _launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
+    if warmup:
+        return
+    if _launcher is None:
+        raise Closed(
+            f"{self.fn.__name__}: no world is open; call tdx.init() before launching kernels"
+        )
+    options = {name: named.pop(name) for name in list(named) if name not in self.arg_names}
+    _launcher(prepare(self, args, named, grid), options)
+
+
+def prepare(
+    kernel: Any, args: tuple[Any, ...], named: dict[str, Any], grid: Any
+) -> PreparedKernel:
+    """Bind and convert the arguments of a launch."""
+    name = kernel.fn.__name__
+    bound = _bind(kernel, name, args, named)
+    if callable(grid):
+        grid = grid(bound)
+    grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+    constants = _constants(kernel)
+    arguments = {k: v if k in constants else _convert(name, k, v) for k, v in bound.items()}
+    return PreparedKernel(name, _interpreted(kernel), arguments, grid, (args, named))
+
+
+def _bind(
+    kernel: Any, name: str, args: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
+    import inspect
+
+    try:
+        bound = inspect.signature(kernel.fn).bind(*args, **named)
+    except TypeError as error:
+        raise InvalidArgument(f"{name}: {error}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _constants(kernel: Any) -> set[str]:
+    params = getattr(kernel, "params", None)
+    if params is not None:
+        return {p.name for p in params if p.is_constexpr}
+    notes = getattr(kernel.fn, "__annotations__", {})
+    return {n for n, note in notes.items() if "constexpr" in str(note)}
+
+
+def _convert(kernel: str, name: str, value: Any) -> Any:
+    """A launch argument as the interpreter's tensor, typed as the GPU launcher types it."""
+    if value is None or isinstance(value, tl.constexpr):
+        return value
+    if isinstance(value, (bool, np.bool_)):
+        return tl.tensor(TensorHandle(np.array([value], np.bool_), tl.int1), tl.int1)
+    if isinstance(value, (int, np.integer)):
+        return _convert_int(kernel, name, int(value))
+    if isinstance(value, (float, np.floating)):
+        return tl.tensor(TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
+    if hasattr(value, "data_ptr"):
+        kind = triton._utils.type_canonicalisation_dict.get(str(value.dtype).split(".")[-1])
+        if kind is None:
+            raise InvalidArgument(
+                f"{kernel}: argument {name!r} has dtype {value.dtype}, which Triton has not;"
+                " pass a .view() of another dtype"
+            )
+        pointer = tl.pointer_type(tl.str_to_ty(kind, None))
+        handle = TensorHandle(np.array([value.data_ptr()], np.uint64), pointer)
+        return tl.tensor(handle, pointer)
+    if isinstance(value, tuple):
+        items = [_convert(kernel, f"{name}[{i}]", item) for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, TensorDescriptor):
+        return _convert_descriptor(kernel, name, value)
+    if isinstance(value, (JITFunction, tl.dtype)):
+        return value
+    hint = "; make it a tdx array with world.array(x)" if isinstance(value, np.ndarray) else ""
+    raise InvalidArgument(
+        f"{kernel}: argument {name!r} is a {type(value).__name__}, which is not a kernel"
+        f" argument{hint}"
+    )
+
+
+def _convert_int(kernel: str, name: str, value: int) -> Any:
+    for kind, dtype, low, high in (
+        (tl.int32, np.int32, -(2**31), 2**31),
+        (tl.int64, np.int64, -(2**63), 2**63),
+        (tl.uint64, np.uint64, 0, 2**64),
+    ):
+        if low <= value < high:
+            return tl.tensor(TensorHandle(np.array([value], dtype), kind), kind)
+    raise InvalidArgument(f"{kernel}: argument {name!r} = {value} does not fit 64 bits")
+
+
+def _convert_descriptor(kernel: str, name: str, value: Any) -> Any:
+    def convert(items: Any) -> list[Any]:
+        return [_convert(kernel, name, item) for item in items]
+
+    strides = convert(value.strides)
+    strides[-1] = tl.constexpr(1)
+    descriptor = interpreter.interpreter_semantic.make_tensor_descriptor(
+        base=_convert(kernel, name, value.base),
+        shape=convert(value.shape),
+        strides=strides,
+        block_shape=[tl.constexpr(n) for n in value.block_shape],
+        padding_option=value.padding,
+    )
+    if hasattr(value, "round_f32_to_tf32"):
+        descriptor.handle.round_f32_to_tf32 = value.round_f32_to_tf32
+    return descriptor
+
+
+class HostTritonDriver(DriverBase):
+    """Triton's active driver on the host tier; the autotuner takes the first configuration."""
+
+    def __init__(self, synchronize: Callable[[], None]):
+        self._synchronize = synchronize
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cpu", 0, 1)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("the host tier compiles nothing")
+
+    def get_active_torch_device(self) -> Any:
+        raise NotImplementedError("the host tier does not use torch")
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        return None
+
+    def clear_cache(self, cache: Any) -> None:
+        pass
+
+    def get_benchmarker(self) -> Callable[..., list[float]]:
+        def benchmark(call: Any, quantiles: Any = None, **_: Any) -> list[float]:
+            # equal times without running: every rank then picks the first configuration
+            return [1.0] * (len(quantiles) if quantiles else 1)
+
+        return benchmark

@@ -1,0 +1,217 @@
+"""A kernel on the host tier: every program of the grid is a fibre.
+
+Programs start in grid order, x fastest, and at most `multiprocessors` of them are resident.
+A program runs until it ends or reaches a scheduling point: a wait that is not satisfied, an
+atomic or volatile load that returns what it returned last time, or any load, store or atomic
+once its time slice is over. Fibres live on the device thread only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import greenlet
+
+from tdx.runtime.driver.host.device import Device
+from tdx.runtime.errors import DriverError, InvalidArgument
+
+__all__ = ["Fibre", "KernelRun", "PreparedKernel"]
+
+_SLICE_S = 2e-3  # a program that runs longer lets the other streams have a turn
+
+
+class Fibre:
+    """One program of a grid."""
+
+    __slots__ = ("describe", "index", "last", "poll", "run", "slice_end", "spins", "task")
+
+    def __init__(self, run: KernelRun, index: tuple[int, int, int]):
+        self.run = run
+        self.index = index
+        self.task = greenlet.greenlet(self._main)
+        self.poll: Callable[[], bool] | None = None  # what it waits for
+        self.describe: Callable[[], str] | None = None
+        self.last: tuple[bytes, bytes] | None = None  # last atomic: addresses and result
+        self.spins = 0
+        self.slice_end = 0.0
+
+    def _main(self) -> None:
+        self.run.prepared.function(**self.run.prepared.arguments)
+
+    def resume(self, device: Device) -> None:
+        device.running = self
+        self.slice_end = time.perf_counter() + _SLICE_S
+        try:
+            self.task.switch()
+        finally:
+            device.running = None
+
+    def suspend(self) -> None:
+        self.task.parent.switch()
+
+    def wait_until(self, poll: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Suspend until `poll()`; it is called by the device thread and must be cheap."""
+        if poll():
+            self.breathe()
+            return
+        self.poll, self.describe = poll, describe
+        self.suspend()
+
+    def breathe(self) -> None:
+        """A scheduling point of work that made progress."""
+        randomness = self.run.device.random
+        if randomness is not None:
+            if randomness.random() < 0.2:
+                self.suspend()
+        elif time.perf_counter() > self.slice_end:
+            self.suspend()
+
+    def observe(self, addresses: bytes, result: bytes) -> None:
+        """A scheduling point: an atomic that sees the same value again is a spin loop."""
+        seen = (addresses, result)
+        if self.last == seen:
+            self.spins += 1
+            self.suspend()
+            return
+        self.last, self.spins = seen, 0
+        self.breathe()
+
+    def where(self) -> str:
+        """The kernel's line at which it is suspended."""
+        frame = self.task.gr_frame
+        while frame is not None:
+            if frame.f_code.co_filename == self.run.prepared.filename:
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}: {line}"
+            frame = frame.f_back
+        return self.run.prepared.filename
+
+
+class PreparedKernel:
+    """A kernel with its arguments converted, ready to run any number of times.
+
+    Keeps the caller's arguments alive as long as a run of it is queued.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., None],
+        arguments: dict[str, Any],
+        grid: tuple[int, ...],
+        keep: Any,
+    ):
+        if not 1 <= len(grid) <= 3 or any(int(n) != n or n < 0 for n in grid):
+            raise InvalidArgument(f"{name}: the grid must be 1 to 3 counts >= 0, got {grid}")
+        self.name = name
+        self.function = function
+        self.arguments = arguments
+        self.grid = tuple(int(n) for n in grid) + (1,) * (3 - len(grid))
+        self.programs = self.grid[0] * self.grid[1] * self.grid[2]
+        self.filename = inspect.unwrap(function).__code__.co_filename
+        self.keep = keep
+
+    def indices(self) -> Iterator[tuple[int, int, int]]:
+        for z in range(self.grid[2]):
+            for y in range(self.grid[1]):
+                for x in range(self.grid[0]):
+                    yield x, y, z
+
+
+class KernelRun:
+    """One launch of a prepared kernel: an operation of a stream."""
+
+    def __init__(self, device: Device, prepared: PreparedKernel, resident: int):
+        self.device = device
+        self.prepared = prepared
+        self.resident = resident
+        self.waiting_to_start = prepared.indices()
+        self.started = 0
+        self.live: list[Fibre] = []
+        self.done = False
+
+    def step(self, device: Device) -> bool:
+        moved = False
+        order = self.live if device.random is None else device.random.sample(self.live, len(self.live))
+        for fibre in list(order):
+            if fibre.poll is not None:
+                if not fibre.poll():
+                    continue
+                fibre.poll = fibre.describe = None
+            spins = fibre.spins
+            self._resume(fibre)
+            moved |= fibre.task.dead or fibre.spins <= spins
+        while len(self.live) < self.resident:
+            index = next(self.waiting_to_start, None)
+            if index is None:
+                self.done = not self.live
+                break
+            self.started += 1
+            fibre = Fibre(self, index)
+            self.live.append(fibre)
+            self._resume(fibre)
+            moved = True
+        return moved or self.done
+
+    def _resume(self, fibre: Fibre) -> None:
+        try:
+            fibre.resume(self.device)
+        except Exception as error:
+            self.live.remove(fibre)
+            self.abandon()
+            raise _failure(fibre, error) from error
+        if fibre.task.dead:
+            self.live.remove(fibre)
+
+    def abandon(self) -> None:
+        """End the suspended programs: their fibres unwind, nothing of them stays."""
+        live, self.live = self.live, []
+        self.waiting_to_start = iter(())
+        self.done = True
+        for fibre in live:
+            if not fibre.task.dead and self.device.on_device_thread:
+                fibre.task.throw()
+
+    def waiting(self) -> list[str]:
+        """Who waits for what, one text per blocked program."""
+        texts = [
+            f"{self.prepared.name}{fibre.index} waits for {fibre.describe()} at {fibre.where()}"
+            for fibre in self.live
+            if fibre.describe is not None
+        ]
+        return texts + self._unstarted()
+
+    def spinning(self) -> list[str]:
+        """Programs in a spin loop without `wait`, empty when one of them has a deadline."""
+        if any(fibre.poll is not None for fibre in self.live):
+            return []
+        texts = [
+            f"{self.prepared.name}{fibre.index} spins at {fibre.where()}" for fibre in self.live
+        ]
+        return texts + self._unstarted() if texts else []
+
+    def _unstarted(self) -> list[str]:
+        rest = self.prepared.programs - self.started
+        if not rest:
+            return []
+        return [
+            f"{rest} of {self.prepared.programs} programs of {self.prepared.name} are not started:"
+            f" {self.resident} are resident at once; launch at most that many blocks that wait"
+            " for each other, or raise tdx.config.host_multiprocessors before tdx.init"
+        ]
+
+
+def _failure(fibre: Fibre, error: Exception) -> DriverError:
+    """The error of a program, with the kernel's own source line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if f.filename == fibre.run.prepared.filename]
+    place = f" at {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
+    return DriverError(
+        f"kernel {fibre.run.prepared.name}, program {fibre.index}: "
+        f"{type(error).__name__}: {error}{place}"
+    )

@@ -1,0 +1,118 @@
+"""Shared memory for the host tier: sealed memfd, reserved addresses, MAP_FIXED.
+
+The same verbs as a GPU's virtual-memory calls: create, export, import, reserve, map, unmap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import resource
+
+from tdx.runtime.errors import DriverError, HeapExhausted
+
+__all__ = ["HostMemory", "available_bytes"]
+
+_PROT_NONE, _PROT_READ_WRITE = 0, 3
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
+_MAP_ANONYMOUS, _MAP_NORESERVE = 0x20, 0x4000
+_GRANULARITY = 2 << 20  # one huge page, also what a GPU's mappings are rounded to
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def available_bytes() -> int:
+    """The smaller of the machine's RAM and the process's cgroup limit, in bytes."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+    ):
+        with contextlib.suppress(OSError, ValueError), open(path) as file:
+            total = min(total, int(file.read()))
+    return total
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    got = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if got in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise DriverError(f"mmap of {nbytes} bytes failed: {os.strerror(code)}")
+    return int(got)
+
+
+class HostMemory:
+    """Handles of shared memory are duplicates of its file descriptor; closing them releases it."""
+
+    def granularity(self) -> int:
+        return _GRANULARITY
+
+    def mem_create(self, nbytes: int) -> int:
+        fd = os.memfd_create("tdx-heap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # fallocate commits the pages: running out is an error here, not a signal later
+            os.posix_fallocate(fd, 0, nbytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise HeapExhausted(
+                    f"heap: {nbytes} bytes of shared memory cannot be committed "
+                    f"({error.strerror}); pass a smaller heap_bytes= to tdx.init"
+                ) from error
+            raise DriverError(f"creating {nbytes} bytes of shared memory failed: {error}") from error
+        return fd
+
+    def mem_export(self, handle: int) -> int:
+        return self._duplicate(handle)
+
+    def mem_import(self, fd: int, nbytes: int) -> int:
+        size = os.fstat(fd).st_size
+        if size < nbytes:
+            raise DriverError(f"a peer exported {size} bytes where {nbytes} were agreed")
+        return self._duplicate(fd)
+
+    @staticmethod
+    def _duplicate(fd: int) -> int:
+        try:
+            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        except OSError as error:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise DriverError(
+                f"no file descriptor left (limit {limit}): {error}; raise it with `ulimit -n`"
+            ) from error
+
+    def mem_release(self, handle: int) -> None:
+        os.close(handle)
+
+    def addr_reserve(self, nbytes: int) -> int:
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+        return _mmap(None, nbytes, _PROT_NONE, flags, -1)
+
+    def addr_free(self, address: int, nbytes: int) -> None:
+        if _libc.munmap(address, nbytes) != 0:
+            raise DriverError(f"munmap failed: {os.strerror(ctypes.get_errno())}")
+
+    def mem_map(self, address: int, nbytes: int, handle: int) -> None:
+        got = _mmap(address, nbytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, handle)
+        assert got == address
+
+    def mem_unmap(self, address: int, nbytes: int) -> None:
+        # mapping PROT_NONE over it keeps the addresses reserved
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _mmap(address, nbytes, _PROT_NONE, flags, -1)

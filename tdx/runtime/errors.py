@@ -1,0 +1,115 @@
+"""Every exception tdx raises. Each derives from TdxError and from the closest built-in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "Closed",
+    "CollectiveMismatch",
+    "DriverError",
+    "DtypeError",
+    "HeapExhausted",
+    "InvalidArgument",
+    "PeerLost",
+    "PeerTimeout",
+    "TdxError",
+    "Unsupported",
+]
+
+
+class TdxError(Exception):
+    """Base of all errors of tdx."""
+
+
+class InvalidArgument(TdxError, ValueError):
+    """A value the call cannot take: the message names the value, the limit and the remedy."""
+
+
+class DtypeError(TdxError, TypeError):
+    """An element type the call cannot take."""
+
+
+class HeapExhausted(TdxError, MemoryError):
+    """The symmetric heap cannot hold the request, nor grow: raised on every rank."""
+
+
+class Unsupported(TdxError, NotImplementedError):
+    """Something this backend, platform or version does not offer."""
+
+
+class Closed(TdxError, RuntimeError):
+    """The world, array, plan or graph was closed or freed before this call."""
+
+
+class DriverError(TdxError, RuntimeError):
+    """The device, its driver or a running kernel failed."""
+
+
+class CollectiveMismatch(TdxError, RuntimeError):
+    """Ranks made different calls where all must make the same one.
+
+    Attributes
+    ----------
+    calls : dict[int, str]
+        World rank -> the call it made (or why it refused to make one).
+    """
+
+    def __init__(self, message: str, calls: dict[int, str] | None = None):
+        super().__init__(message)
+        self.calls = dict(calls or {})
+
+
+class PeerLost(TdxError, ConnectionError):
+    """One or more ranks are gone.
+
+    Attributes
+    ----------
+    ranks : tuple[int, ...]
+        World ranks that are gone.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()):
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class PeerTimeout(TdxError, TimeoutError):
+    """A wait for a peer passed its deadline.
+
+    Attributes
+    ----------
+    rank, peer : int
+        World ranks that waited and that did not answer (-1: not known).
+    operation, signal : str
+        What was running and the name of the awaited signal.
+    expected, seen : int
+        Value waited for and value found at the deadline.
+    call_number : int
+        How often the operation had been called (0: not known).
+    location : str
+        "file:line" of the last call of the operation ("" if not known).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        peer: int = -1,
+        operation: str = "",
+        signal: str = "",
+        expected: int = 0,
+        seen: int = 0,
+        call_number: int = 0,
+        location: str = "",
+    ):
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.operation = operation
+        self.signal = signal
+        self.expected = expected
+        self.seen = seen
+        self.call_number = call_number
+        self.location = location

@@ -1,0 +1,473 @@
+"""Authenticated AF_UNIX connections between all ranks of a host; they carry descriptors too.
+
+A stranger can connect to a socket or squat its name, so both ends of a connection check who the
+other one is (SO_PEERCRED: user and process) and then a 128-bit token of the job, before anything
+else is parsed and before any descriptor is sent. Names are random and vanish after connecting.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import hmac
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tdx import abi
+from tdx.runtime.comm import Comm
+from tdx.runtime.errors import Closed, InvalidArgument, PeerLost, PeerTimeout, TdxError, Unsupported
+from tdx.runtime.outcomes import describe_ranks, pack_error, raise_for_peers
+from tdx.runtime.undo import Undo
+
+__all__ = ["Mesh", "peer_credentials", "receive_some", "send_some"]
+
+_MAGIC = b"tdx-mesh"
+_HELLO = struct.Struct("<16s8sHH")  # token, magic, sender, receiver
+_FDS = struct.Struct("<4sI")  # magic, count
+_FDS_MAGIC = b"tdxF"
+_IDENTITY = struct.Struct("<IQ32s32s16s")  # rank, pid, network and pid namespace, token
+_MAX_FDS = 253  # SCM_MAX_FD of Linux
+_MAX_PENDING = 4 * abi.MAX_RANKS  # connections that have not said hello yet
+_MAX_PATH = 107  # sun_path, without the terminator
+_open_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int]:
+    """(process id, user id) of the process at the other end, as the kernel recorded them."""
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid
+
+
+def send_some(sock: socket.socket, data: memoryview | bytes, fds: Sequence[int] = ()) -> int:
+    """Send as much as the socket takes, descriptors with the first byte. Returns the bytes sent.
+
+    The descriptors stay the caller's. A signal is never raised for a closed connection.
+    """
+    extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    return sock.sendmsg([data], extra, socket.MSG_NOSIGNAL)
+
+
+def receive_some(sock: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
+    """One read of up to `size` bytes: (data, descriptors, whether descriptors were cut off).
+
+    The caller owns the descriptors, which are close-on-exec.
+    """
+    space = socket.CMSG_SPACE(max_fds * array.array("i").itemsize)
+    data, extra, flags, _ = sock.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, content in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, fds.tolist(), bool(flags & socket.MSG_CTRUNC)
+
+
+class Mesh:
+    """Connections from this rank to every other one, open until `close`.
+
+    Attributes
+    ----------
+    rank, size : int
+    sockets : dict[int, socket.socket]
+        Peer -> connected stream socket, non-blocking. Once a HostChannel was made, they are its.
+    """
+
+    def __init__(self, rank: int, size: int, sockets: Mapping[int, socket.socket], timeout_s: float):
+        self.rank = rank
+        self.size = size
+        self.sockets = dict(sockets)
+        self._timeout_s = timeout_s
+        for sock in self.sockets.values():
+            sock.setblocking(False)
+        _open_meshes.add(self)
+
+    @classmethod
+    def connect(cls, comm: Comm, deadline_s: float) -> Mesh:
+        """Connect every two ranks (collective). `deadline_s` in seconds; 0: none.
+
+        If it fails on any rank it raises on every rank, and nothing stays open: PeerTimeout for
+        ranks that did not answer in time, Unsupported for ranks that cannot see each other's
+        processes, TdxError otherwise.
+        """
+        rank, size = comm.Get_rank(), comm.Get_size()
+        if size == 1:
+            return cls(0, 1, {}, deadline_s)
+        clock = _Clock(deadline_s)
+        job = _introduce(comm)
+        with Undo() as undo:
+            sockets: dict[int, socket.socket] = {}
+            undo.add(_close_all, sockets)
+            error: Exception | None = None
+            try:
+                door = _listen(job.abstract)
+            except OSError as failure:
+                door = None
+                error = TdxError(f"no AF_UNIX socket can be opened: {failure}")
+            addresses = comm.allgather(door.address if door else b"")
+            try:
+                if door and all(addresses):
+                    _link(job, door, addresses, clock, sockets)
+            except (TdxError, OSError) as failure:
+                error = failure
+            finally:
+                if door:
+                    door.close()
+            outcomes = comm.allgather(pack_error(error))
+            if isinstance(error, TdxError):
+                raise error
+            raise_for_peers(dict(enumerate(outcomes)), "connecting the ranks")
+            undo.commit()
+        return cls(rank, size, sockets, deadline_s)
+
+    def send_fds(self, peer: int, fds: Sequence[int]) -> None:
+        """Send descriptors, which stay the caller's: the peer gets duplicates by `recv_fds`.
+
+        Raises InvalidArgument (more than 253, no such peer), PeerTimeout, PeerLost.
+        """
+        if len(fds) > _MAX_FDS:
+            raise InvalidArgument(f"{len(fds)} descriptors in one message: at most {_MAX_FDS}")
+        sock = self._socket(peer)
+        record = memoryview(_FDS.pack(_FDS_MAGIC, len(fds)))
+        clock = _Clock(self._timeout_s)
+        while record:
+            self._wait(peer, selectors.EVENT_WRITE, clock, "send_fds")
+            with contextlib.suppress(BlockingIOError), self._peer_errors(peer):
+                record = record[send_some(sock, record, fds) :]
+                fds = ()
+
+    def recv_fds(self, peer: int, count: int) -> list[int]:
+        """Receive exactly `count` descriptors of one `send_fds`; the caller owns and closes them.
+
+        They are close-on-exec. Raises PeerTimeout, PeerLost, and TdxError if their number differs
+        or the kernel cut some off (open-file limit); whatever did arrive is then closed.
+        """
+        sock = self._socket(peer)
+        clock = _Clock(self._timeout_s)
+        record, fds, cut = b"", [], False
+        with Undo() as undo:
+            undo.add(_close_fds, fds)
+            while len(record) < _FDS.size:
+                self._wait(peer, selectors.EVENT_READ, clock, "recv_fds")
+                with contextlib.suppress(BlockingIOError), self._peer_errors(peer):
+                    data, more, was_cut = receive_some(sock, _FDS.size - len(record), _MAX_FDS)
+                    fds += more
+                    cut |= was_cut
+                    if not data:
+                        raise ConnectionResetError("connection closed")
+                    record += data
+            magic, sent = _FDS.unpack(record)
+            if magic != _FDS_MAGIC or sent != count or len(fds) != count or cut:
+                raise TdxError(
+                    f"{len(fds)} descriptors arrived from rank {peer}, which sent {sent}, expected "
+                    f"{count}{': the open-file limit (ulimit -n) is too low' if cut else ''}"
+                )
+            undo.commit()
+        return fds
+
+    def close(self) -> None:
+        """Close every connection; a second call does nothing."""
+        _close_all(self.sockets)
+        _open_meshes.discard(self)
+
+    def _socket(self, peer: int) -> socket.socket:
+        sock = self.sockets.get(peer)
+        if sock is None:
+            if 0 <= peer < self.size and peer != self.rank:
+                raise Closed(f"the connection to rank {peer} is closed")
+            raise InvalidArgument(f"rank {self.rank} of {self.size} has no peer {peer}")
+        return sock
+
+    def _wait(self, peer: int, event: int, clock: _Clock, operation: str) -> None:
+        with selectors.PollSelector() as selector:
+            selector.register(self.sockets[peer], event)
+            if not selector.select(clock.remaining()) and clock.expired():
+                raise clock.timeout(self.rank, [peer], operation)
+
+    @contextlib.contextmanager
+    def _peer_errors(self, peer: int):
+        try:
+            yield
+        except ConnectionError as error:
+            raise PeerLost(f"rank {peer} is gone: {error}", [peer]) from error
+
+
+class _Clock:
+    """A deadline on the monotonic clock; 0 seconds: none."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds if seconds > 0 else None
+
+    def remaining(self) -> float | None:
+        """Seconds left, for `settimeout` and `select`; never 0, which would mean not to block."""
+        return None if self._end is None else max(self._end - time.monotonic(), 1e-3)
+
+    def expired(self) -> bool:
+        return self._end is not None and time.monotonic() >= self._end
+
+    def timeout(self, rank: int, missing: Sequence[int], operation: str) -> PeerTimeout:
+        return PeerTimeout(
+            f"rank {rank} waited {self.seconds:g} s in {operation} for "
+            f"{describe_ranks(list(missing))}: raise timeout_s if the machine is that busy",
+            rank=rank, peer=missing[0], operation=operation, signal="host channel",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every rank knows of the job after the first exchange."""
+
+    rank: int
+    token: bytes
+    pids: tuple[int, ...]
+    abstract: bool  # abstract socket names reach every rank
+
+    def hello(self, receiver: int) -> bytes:
+        return _HELLO.pack(self.token, _MAGIC, self.rank, receiver)
+
+    def sender_of(self, hello: bytes) -> int | None:
+        """The rank that sent `hello` to this one; None: not a rank of this job."""
+        if not hmac.compare_digest(hello[: len(self.token)], self.token):
+            return None
+        _, magic, sender, receiver = _HELLO.unpack(hello)
+        return sender if magic == _MAGIC and receiver == self.rank else None
+
+
+def _introduce(comm: Comm) -> _Job:
+    rank, size = comm.Get_rank(), comm.Get_size()
+    token = secrets.token_bytes(16)
+    network, processes = _namespace("net"), _namespace("pid")
+    own = _IDENTITY.pack(rank, os.getpid(), network, processes, token)
+    entries = comm.allgather(own)
+    if any(len(entry) != _IDENTITY.size for entry in entries):
+        raise InvalidArgument("comm.allgather changed the length of an entry")
+    records = [_IDENTITY.unpack(entry) for entry in entries]
+    if [record[0] for record in records] != list(range(size)):
+        raise InvalidArgument("comm.allgather did not return the entries in rank order")
+    if len({record[3] for record in records}) > 1:
+        raise Unsupported(
+            "the ranks run in different process namespaces: start all of them in one container"
+        )
+    reach = len({record[2] for record in records}) == 1 and any(network)
+    return _Job(rank, records[0][4], tuple(record[1] for record in records), reach)
+
+
+def _namespace(kind: str) -> bytes:
+    try:
+        return os.fsencode(os.readlink(f"/proc/self/ns/{kind}"))[:32]
+    except OSError:
+        return b""
+
+
+class _Door:
+    """A listening socket, its address, and the directory to remove with it."""
+
+    def __init__(self, sock: socket.socket, address: bytes, directory: str | None = None):
+        self.sock = sock
+        self.address = address
+        self._directory = directory
+
+    def close(self) -> None:
+        self.sock.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _listen(abstract: bool) -> _Door:
+    name = f"tdx-{secrets.token_hex(16)}"
+    with Undo() as undo:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        undo.add(sock.close)
+        door = None
+        if abstract:
+            with contextlib.suppress(OSError):  # not offered here: a path does as well
+                sock.bind(b"\0" + name.encode())
+                door = _Door(sock, b"\0" + name.encode())
+        if door is None:
+            directory = _private_directory(len(name))
+            undo.add(shutil.rmtree, directory, True)
+            path = os.path.join(directory, name)
+            sock.bind(path)
+            door = _Door(sock, os.fsencode(path), directory)
+        sock.listen(_MAX_PENDING)
+        undo.commit()
+    return door
+
+
+def _private_directory(name_length: int) -> str:
+    """A new directory that only this user can enter (mode 0700), with a path short enough."""
+    for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
+        if len(os.fsencode(base)) + len("/tdx-12345678/") + name_length <= _MAX_PATH:
+            with contextlib.suppress(OSError):
+                return tempfile.mkdtemp(prefix="tdx-", dir=base)
+    raise OSError("no directory for temporary files can be written, or their paths are too long")
+
+
+def _link(
+    job: _Job,
+    door: _Door,
+    addresses: Sequence[bytes],
+    clock: _Clock,
+    sockets: dict[int, socket.socket],
+) -> None:
+    """Fill `sockets`: connect to the lower ranks, then let the higher ones in."""
+    for peer in range(job.rank):
+        sockets[peer] = _dial(job, peer, addresses[peer], clock)
+    for peer in range(job.rank):
+        try:
+            sockets[peer].settimeout(clock.remaining())
+            reply = _receive_exactly(sockets[peer], _HELLO.size, clock)
+        except TimeoutError as error:
+            raise clock.timeout(job.rank, [peer], "connect") from error
+        if len(reply) < _HELLO.size or job.sender_of(reply) != peer:
+            raise TdxError(f"rank {peer} closed the connection, or did not know the job's token")
+    _Admission(job, door.sock, clock, sockets).run(set(range(job.rank + 1, len(job.pids))))
+
+
+def _dial(job: _Job, peer: int, address: bytes, clock: _Clock) -> socket.socket:
+    with Undo() as undo:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        undo.add(sock.close)
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(address)
+                break
+            except BlockingIOError:  # more connections wait than the peer's backlog holds
+                if clock.expired():
+                    raise clock.timeout(job.rank, [peer], "connect") from None
+                time.sleep(0.01)
+            except OSError as error:
+                raise TdxError(f"rank {peer} cannot be reached from {job.rank}: {error}") from error
+        if peer_credentials(sock) != (job.pids[peer], os.geteuid()):
+            raise TdxError(
+                f"the socket of rank {peer} is held by another process or user "
+                f"{peer_credentials(sock)}: refused"
+            )
+        sock.settimeout(clock.remaining())
+        sock.sendall(job.hello(peer))
+        undo.commit()
+    return sock
+
+
+def _receive_exactly(sock: socket.socket, size: int, clock: _Clock) -> bytes:
+    data = b""
+    while len(data) < size:
+        sock.settimeout(clock.remaining())
+        more = sock.recv(size - len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+class _Admission:
+    """Lets the higher ranks in. Whoever else connects is closed, and the waiting goes on."""
+
+    def __init__(
+        self,
+        job: _Job,
+        listener: socket.socket,
+        clock: _Clock,
+        sockets: dict[int, socket.socket],
+    ):
+        self._job = job
+        self._listener = listener
+        self._clock = clock
+        self._sockets = sockets
+        self._pending: dict[socket.socket, bytes] = {}  # connection -> what it said so far
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, wanted: set[int]) -> None:
+        """Return when all `wanted` ranks are connected; PeerTimeout at the deadline."""
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while missing := wanted - self._sockets.keys():
+                for key, _ in self._selector.select(self._clock.remaining()):
+                    if key.fileobj is self._listener:
+                        self._open({self._job.pids[rank] for rank in missing})
+                    else:
+                        self._hear(key.fileobj, missing)
+                if self._clock.expired() and wanted - self._sockets.keys():
+                    raise self._clock.timeout(self._job.rank, sorted(missing), "connect")
+        finally:
+            for sock in self._pending:
+                sock.close()
+            self._selector.close()
+
+    def _open(self, pids: set[int]) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        pid, uid = peer_credentials(sock)
+        if uid != os.geteuid() or pid not in pids:
+            sock.close()
+            return
+        if len(self._pending) >= _MAX_PENDING:
+            self._drop(next(iter(self._pending)))
+        sock.setblocking(False)
+        self._pending[sock] = b""
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, sock: socket.socket, missing: set[int]) -> None:
+        if sock not in self._pending:  # dropped within this round
+            return
+        try:
+            data = sock.recv(_HELLO.size - len(self._pending[sock]))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        hello = self._pending[sock] + data
+        if data and len(hello) < _HELLO.size:
+            self._pending[sock] = hello
+            return
+        rank = self._job.sender_of(hello) if data else None
+        if rank not in missing or peer_credentials(sock)[0] != self._job.pids[rank]:
+            self._drop(sock)
+            return
+        try:
+            sock.sendall(self._job.hello(rank))  # a fresh connection has room for it
+        except OSError:
+            self._drop(sock)
+            return
+        self._selector.unregister(sock)
+        del self._pending[sock]
+        self._sockets[rank] = sock
+        missing.discard(rank)
+
+    def _drop(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self._pending[sock]
+        sock.close()
+
+
+def _close_all(sockets: dict[int, socket.socket]) -> None:
+    while sockets:
+        sockets.popitem()[1].close()
+
+
+def _close_fds(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _close_after_fork() -> None:
+    # A forked child must not keep the connections open: peers learn from their end that a
+    # rank is gone.
+    for mesh in list(_open_meshes):
+        mesh.close()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)

@@ -1,0 +1,46 @@
+"""Errors as bytes: how a step that failed on one rank raises the same class on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tdx.runtime import errors
+from tdx.runtime.errors import TdxError
+
+__all__ = ["describe_ranks", "pack_error", "raise_for_peers"]
+
+
+def pack_error(error: BaseException | None) -> bytes:
+    """The outcome of a local step as bytes: empty for success, else "Class: message"."""
+    if error is None:
+        return b""
+    return f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+
+
+def raise_for_peers(outcomes: Mapping[int, bytes], what: str) -> None:
+    """Raise if the step failed on any rank; return otherwise.
+
+    `outcomes` maps world rank -> `pack_error` of that rank. The class raised is that of the
+    lowest failing rank where it is one of tdx, else TdxError; the message names every failing
+    rank. A rank whose own step failed raises its own error instead of calling this.
+    """
+    failed = {rank: data.decode("utf-8", "replace") for rank, data in outcomes.items() if data}
+    if not failed:
+        return
+    kind = getattr(errors, failed[min(failed)].partition(":")[0], TdxError)
+    if not (isinstance(kind, type) and issubclass(kind, TdxError)):
+        kind = TdxError
+    reasons = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items()))
+    raise kind(f"{what} failed: {reasons}")
+
+
+def describe_ranks(ranks: set[int] | frozenset[int] | tuple[int, ...] | list[int]) -> str:
+    """Ranks as text: "rank 3", "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return ("rank " if len(ranks) == 1 else "ranks ") + text

@@ -1,0 +1,49 @@
+"""The `tdx` command: one module of `tdx.tools` per subcommand, imported when it is chosen.
+
+A subcommand's module has `add_arguments(parser)` and `main(args) -> int` (the exit code).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from tdx.runtime.errors import TdxError
+
+__all__ = ["main"]
+
+_COMMANDS = {  # name -> (module, help)
+    "run": ("tdx.tools.run", "run a script on N ranks of this machine"),
+    "demo": ("tdx.tools.demo", "a short tour on several ranks"),
+    "doctor": ("tdx.tools.doctor", "check this installation and name what is missing"),
+    "bench": ("tdx.tools.bench", "measure an operation"),
+    "info": ("tdx.tools.info", "versions, devices and limits"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the `tdx` command with `argv` (default: sys.argv[1:]); returns the exit code.
+
+    0: success. 2: wrong usage, or a TdxError, whose text goes to stderr.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    chosen = argv[0] if argv and argv[0] in _COMMANDS else None
+    parser = argparse.ArgumentParser(
+        prog="tdx", description="Distributed Triton kernels for MPI programs."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    module = None
+    for name, (path, text) in _COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        if name == chosen:
+            module = importlib.import_module(path)
+            module.add_arguments(sub)
+    args = parser.parse_args(argv)
+    assert module is not None  # argparse has ended the program otherwise
+    try:
+        return module.main(args)
+    except TdxError as error:
+        print(f"tdx {chosen}: {error}", file=sys.stderr)
+        return 2
