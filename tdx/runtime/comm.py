@@ -13,11 +13,12 @@ from tdx.runtime.errors import InvalidArgument, TdxError
 
 __all__ = ["Comm", "announced_size", "close_comm", "open_comm"]
 
+_OPEN_MPI = "Open MPI's mpirun"
 # Launchers that put the size of the world into the environment of each rank, innermost first:
 # inside `srun`, an `mpirun` counts. Slurm's own variables also stand in a batch script, which
 # is no rank; only within a step do they speak of this process.
 _LAUNCHERS = (
-    ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
+    ("OMPI_COMM_WORLD_SIZE", _OPEN_MPI),
     ("PMI_SIZE", "a PMI launcher (the mpirun of MPICH or Intel MPI)"),
     ("MV2_COMM_WORLD_SIZE", "the mpirun of MVAPICH"),
     ("SLURM_STEP_NUM_TASKS", "srun"),
@@ -184,34 +185,58 @@ def _default_comm() -> Comm:
     size, launcher = announced
     if size == 1 and "mpi4py.MPI" not in sys.modules:
         return _SelfComm()
-    module = _import_mpi(launcher)
+    module = _import_mpi(size, launcher)
     _require_running(module)
     if size > 1 and module.COMM_WORLD.Get_size() == 1:
-        raise InvalidArgument(
-            f"{launcher} started {size} ranks, but MPI.COMM_WORLD has 1: mpi4py uses another MPI, "
-            f"{_library_version(module)}. Start with `tdx run -n {size} ...`, which finds "
-            "the launcher that matches, or with the mpirun that belongs to that library"
-        )
+        raise _other_mpi(module, size, launcher)
     return _split_mpi(module.COMM_WORLD)
 
 
-def _import_mpi(launcher: str) -> Any:
+def _import_mpi(size: int, launcher: str) -> Any:
+    if "mpi4py.MPI" in sys.modules:
+        return _mpi_module()
     try:
-        from mpi4py import MPI
+        import mpi4py
+
+        # Initialising one MPI under the launcher of another one can end the process with an
+        # obscure message, so the library is looked at first.
+        initialize, finalize = mpi4py.rc.initialize, mpi4py.rc.finalize
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, initialize and finalize is not False
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize, mpi4py.rc.finalize = initialize, finalize
     except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: no MPI library found
         raise TdxError(
             f"{launcher} started this process, but mpi4py cannot be imported ({error}). "
             'Install it with an MPI: pip install "tdx-kernels[mpi]"'
         ) from error
+    if initialize and not MPI.Is_initialized():
+        if launcher == _OPEN_MPI and size > 1 and _is_mpich(MPI):
+            raise _other_mpi(MPI, size, launcher)
+        if mpi4py.rc.threads:
+            MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+        else:
+            MPI.Init()
     return MPI
+
+
+def _other_mpi(module: Any, size: int, launcher: str) -> InvalidArgument:
+    library = " ".join(module.Get_library_version().strip("\0\n ").splitlines()[0].split())
+    return InvalidArgument(
+        f"{launcher} started {size} ranks, but mpi4py uses another MPI, {library}, for which each "
+        f"of them is alone. Start with `tdx run -n {size} ...`, which finds the launcher that "
+        "matches, or with the mpirun that belongs to that library"
+    )
+
+
+def _is_mpich(module: Any) -> bool:
+    version = module.Get_library_version()
+    return any(name in version for name in ("MPICH", "MVAPICH", "Intel(R) MPI"))
 
 
 def _mpi_module() -> Any:
     return sys.modules["mpi4py.MPI"]
-
-
-def _library_version(module: Any) -> str:
-    return " ".join(module.Get_library_version().strip("\0\n ").splitlines()[0].split())
 
 
 def _require_running(module: Any) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 __all__ = ["Config", "config"]
 
 _SETTINGS: dict[str, tuple[type, Any, str]] = {
+    "backend": (str, "", "what tdx.init() uses when no backend= is given; empty: what is there"),
     "debug": (bool, False, "check every collective call on all ranks at the call"),
     "host_multiprocessors": (int, 8, "programs of one kernel that are resident at once, host tier"),
     "host_seed": (int, 0, "not 0: the order in which the host tier resumes programs is shuffled"),
+    "quiet": (bool, False, "do not say which backend was chosen"),
     "launch_blocking": (bool, False, "wait for each kernel where it is launched"),
 }
 
@@ -49,10 +52,10 @@ def _parse(name: str, kind: type, text: str) -> Any:
         if text.lower() in ("", "0", "false", "no", "off"):
             return False
     elif kind is int:
-        try:
+        with contextlib.suppress(ValueError):
             return int(text, 0)
-        except ValueError:
-            pass
+    elif kind is str:
+        return text
     raise ValueError(f"TDX_{name.upper()}={text!r} is not a {kind.__name__}")
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +27,7 @@ __all__ = [
     "capsule",
     "check_request",
     "import_array",
+    "numpy_view",
     "row_major",
 ]
 
@@ -87,21 +87,54 @@ _is_valid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _UNVERSIONED_NAME, _VERSIONED_NAME = b"dltensor", b"dltensor_versioned"
 
 
-class _Export:
-    """Base object of the exporting NumPy array: lives until the consumer is done."""
+class _Memory:
+    """Base object of a NumPy array over foreign memory: lives until the last user is done."""
 
     __slots__ = ("__array_interface__", "owner", "released")
 
-    def __init__(
-        self, interface: dict[str, Any], owner: object, released: Callable[[], None] | None
-    ):
+    def __init__(self, interface: dict[str, Any], owner: object):
         self.__array_interface__ = interface
         self.owner = owner
-        self.released = released
+        self.released: Callable[[], None] | None = None
 
     def __del__(self) -> None:
         if self.released is not None:
             self.released()
+
+
+def _carrier(
+    owner: object,
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    itemsize: int,
+    readonly: bool,
+) -> np.ndarray[Any, Any]:
+    """A NumPy array over the address, of some type of the right size."""
+    interface = {
+        "data": (address or 1, readonly),  # NumPy takes no null pointer, not even for 0 elements
+        "shape": tuple(shape),
+        "strides": tuple(strides),
+        "typestr": _TYPESTR[itemsize],
+        "version": 3,
+    }
+    return np.asarray(_Memory(interface, owner))
+
+
+def numpy_view(
+    owner: object,
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: Any,
+    released: Callable[[], None] | None = None,
+    readonly: bool = False,
+) -> np.ndarray[Any, Any]:
+    """A NumPy array over host memory that belongs to `owner`; arguments as for `capsule`."""
+    dtype = dtypes.resolve(dtype)
+    carrier = _carrier(owner, address, shape, strides, dtype.itemsize, readonly)
+    carrier.base.released = released  # type: ignore[union-attr]
+    return carrier.view(dtype)
 
 
 def capsule(
@@ -131,7 +164,8 @@ def capsule(
         Only a versioned capsule can say so: BufferError otherwise.
     released
         Called once when the consumer is done, in whatever thread that happens, possibly during
-        garbage collection: it must not block, allocate from a heap, or raise.
+        garbage collection: it must not block, allocate from a heap, or raise. Not called if this
+        call raises.
 
     Synchronisation with the consumer's stream is the caller's. Raises DtypeError.
     """
@@ -142,14 +176,7 @@ def capsule(
             "the array is read-only, which only DLPack 1.0 can express and the consumer asked "
             "for an older version: pass it a copy, or use a newer release of the consumer"
         )
-    interface = {
-        "data": (address or 1, readonly),  # NumPy takes no null pointer, not even for 0 elements
-        "shape": tuple(shape),
-        "strides": tuple(strides),
-        "typestr": _TYPESTR[dtype.itemsize],
-        "version": 3,
-    }
-    carrier = np.asarray(_Export(interface, owner, released))
+    carrier = _carrier(owner, address, shape, strides, dtype.itemsize, readonly)
     if versioned:
         result = carrier.__dlpack__(max_version=(1, 0))
         pointer = _get_pointer(result, _VERSIONED_NAME)
@@ -160,6 +187,7 @@ def capsule(
     tensor.data = address
     tensor.device = _Device(*device)
     tensor.dtype = _Type(*dtypes.dlpack_type(dtype), 1)
+    carrier.base.released = released  # type: ignore[union-attr]
     return result
 
 
@@ -176,8 +204,7 @@ def check_request(
         raise BufferError("export is zero-copy: import with copy=None and copy the result")
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
+class Imported(NamedTuple):
     """A tensor of somebody else, valid while this object (or `owner`) lives.
 
     Attributes

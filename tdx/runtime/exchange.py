@@ -7,16 +7,13 @@ else is parsed and before any descriptor is sent. Names are random and vanish af
 
 from __future__ import annotations
 
-import array
 import contextlib
 import hmac
 import os
 import secrets
 import selectors
-import shutil
 import socket
 import struct
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -24,11 +21,12 @@ from dataclasses import dataclass
 
 from tdx import abi
 from tdx.runtime.comm import Comm
-from tdx.runtime.errors import Closed, InvalidArgument, PeerLost, PeerTimeout, TdxError, Unsupported
-from tdx.runtime.outcomes import describe_ranks, pack_error, raise_for_peers
+from tdx.runtime.errors import Closed, InvalidArgument, PeerLost, TdxError, Unsupported
+from tdx.runtime.outcomes import pack_error, raise_for_peers
 from tdx.runtime.undo import Undo
+from tdx.runtime.unix_sockets import Clock, Door, close_fds, listen, receive_some, send_some
 
-__all__ = ["Mesh", "peer_credentials", "receive_some", "send_some"]
+__all__ = ["Mesh", "peer_credentials"]
 
 _MAGIC = b"tdx-mesh"
 _HELLO = struct.Struct("<16s8sHH")  # token, magic, sender, receiver
@@ -37,7 +35,6 @@ _FDS_MAGIC = b"tdxF"
 _IDENTITY = struct.Struct("<IQ32s32s16s")  # rank, pid, network and pid namespace, token
 _MAX_FDS = 253  # SCM_MAX_FD of Linux
 _MAX_PENDING = 4 * abi.MAX_RANKS  # connections that have not said hello yet
-_MAX_PATH = 107  # sun_path, without the terminator
 _open_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
@@ -46,29 +43,6 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     size = struct.calcsize("3i")
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return pid, uid
-
-
-def send_some(sock: socket.socket, data: memoryview | bytes, fds: Sequence[int] = ()) -> int:
-    """Send as much as the socket takes, descriptors with the first byte. Returns the bytes sent.
-
-    The descriptors stay the caller's. A signal is never raised for a closed connection.
-    """
-    extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    return sock.sendmsg([data], extra, socket.MSG_NOSIGNAL)
-
-
-def receive_some(sock: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
-    """One read of up to `size` bytes: (data, descriptors, whether descriptors were cut off).
-
-    The caller owns the descriptors, which are close-on-exec.
-    """
-    space = socket.CMSG_SPACE(max_fds * array.array("i").itemsize)
-    data, extra, flags, _ = sock.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for level, kind, content in extra:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, fds.tolist(), bool(flags & socket.MSG_CTRUNC)
 
 
 class Mesh:
@@ -81,7 +55,9 @@ class Mesh:
         Peer -> connected stream socket, non-blocking. Once a HostChannel was made, they are its.
     """
 
-    def __init__(self, rank: int, size: int, sockets: Mapping[int, socket.socket], timeout_s: float):
+    def __init__(
+        self, rank: int, size: int, sockets: Mapping[int, socket.socket], timeout_s: float
+    ):
         self.rank = rank
         self.size = size
         self.sockets = dict(sockets)
@@ -101,23 +77,21 @@ class Mesh:
         rank, size = comm.Get_rank(), comm.Get_size()
         if size == 1:
             return cls(0, 1, {}, deadline_s)
-        clock = _Clock(deadline_s)
+        clock = Clock(deadline_s)
         job = _introduce(comm)
         with Undo() as undo:
             sockets: dict[int, socket.socket] = {}
             undo.add(_close_all, sockets)
+            door: Door | None = None
             error: Exception | None = None
             try:
-                door = _listen(job.abstract)
-            except OSError as failure:
-                door = None
-                error = TdxError(f"no AF_UNIX socket can be opened: {failure}")
-            addresses = comm.allgather(door.address if door else b"")
-            try:
+                try:
+                    door = listen(job.abstract, _MAX_PENDING)
+                except OSError as failure:
+                    error = TdxError(f"no AF_UNIX socket can be opened: {failure}")
+                addresses = comm.allgather(door.address if door else b"")
                 if door and all(addresses):
-                    _link(job, door, addresses, clock, sockets)
-            except (TdxError, OSError) as failure:
-                error = failure
+                    error = _link(job, door, addresses, clock, sockets)
             finally:
                 if door:
                     door.close()
@@ -137,7 +111,7 @@ class Mesh:
             raise InvalidArgument(f"{len(fds)} descriptors in one message: at most {_MAX_FDS}")
         sock = self._socket(peer)
         record = memoryview(_FDS.pack(_FDS_MAGIC, len(fds)))
-        clock = _Clock(self._timeout_s)
+        clock = Clock(self._timeout_s)
         while record:
             self._wait(peer, selectors.EVENT_WRITE, clock, "send_fds")
             with contextlib.suppress(BlockingIOError), self._peer_errors(peer):
@@ -151,10 +125,11 @@ class Mesh:
         or the kernel cut some off (open-file limit); whatever did arrive is then closed.
         """
         sock = self._socket(peer)
-        clock = _Clock(self._timeout_s)
-        record, fds, cut = b"", [], False
+        clock = Clock(self._timeout_s)
+        fds: list[int] = []
+        record, cut = b"", False
         with Undo() as undo:
-            undo.add(_close_fds, fds)
+            undo.add(close_fds, fds)
             while len(record) < _FDS.size:
                 self._wait(peer, selectors.EVENT_READ, clock, "recv_fds")
                 with contextlib.suppress(BlockingIOError), self._peer_errors(peer):
@@ -186,7 +161,7 @@ class Mesh:
             raise InvalidArgument(f"rank {self.rank} of {self.size} has no peer {peer}")
         return sock
 
-    def _wait(self, peer: int, event: int, clock: _Clock, operation: str) -> None:
+    def _wait(self, peer: int, event: int, clock: Clock, operation: str) -> None:
         with selectors.PollSelector() as selector:
             selector.register(self.sockets[peer], event)
             if not selector.select(clock.remaining()) and clock.expired():
@@ -198,28 +173,6 @@ class Mesh:
             yield
         except ConnectionError as error:
             raise PeerLost(f"rank {peer} is gone: {error}", [peer]) from error
-
-
-class _Clock:
-    """A deadline on the monotonic clock; 0 seconds: none."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds if seconds > 0 else None
-
-    def remaining(self) -> float | None:
-        """Seconds left, for `settimeout` and `select`; never 0, which would mean not to block."""
-        return None if self._end is None else max(self._end - time.monotonic(), 1e-3)
-
-    def expired(self) -> bool:
-        return self._end is not None and time.monotonic() >= self._end
-
-    def timeout(self, rank: int, missing: Sequence[int], operation: str) -> PeerTimeout:
-        return PeerTimeout(
-            f"rank {rank} waited {self.seconds:g} s in {operation} for "
-            f"{describe_ranks(list(missing))}: raise timeout_s if the machine is that busy",
-            rank=rank, peer=missing[0], operation=operation, signal="host channel",
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -268,58 +221,26 @@ def _namespace(kind: str) -> bytes:
         return b""
 
 
-class _Door:
-    """A listening socket, its address, and the directory to remove with it."""
-
-    def __init__(self, sock: socket.socket, address: bytes, directory: str | None = None):
-        self.sock = sock
-        self.address = address
-        self._directory = directory
-
-    def close(self) -> None:
-        self.sock.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _listen(abstract: bool) -> _Door:
-    name = f"tdx-{secrets.token_hex(16)}"
-    with Undo() as undo:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        undo.add(sock.close)
-        door = None
-        if abstract:
-            with contextlib.suppress(OSError):  # not offered here: a path does as well
-                sock.bind(b"\0" + name.encode())
-                door = _Door(sock, b"\0" + name.encode())
-        if door is None:
-            directory = _private_directory(len(name))
-            undo.add(shutil.rmtree, directory, True)
-            path = os.path.join(directory, name)
-            sock.bind(path)
-            door = _Door(sock, os.fsencode(path), directory)
-        sock.listen(_MAX_PENDING)
-        undo.commit()
-    return door
-
-
-def _private_directory(name_length: int) -> str:
-    """A new directory that only this user can enter (mode 0700), with a path short enough."""
-    for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
-        if len(os.fsencode(base)) + len("/tdx-12345678/") + name_length <= _MAX_PATH:
-            with contextlib.suppress(OSError):
-                return tempfile.mkdtemp(prefix="tdx-", dir=base)
-    raise OSError("no directory for temporary files can be written, or their paths are too long")
-
-
 def _link(
     job: _Job,
-    door: _Door,
+    door: Door,
     addresses: Sequence[bytes],
-    clock: _Clock,
+    clock: Clock,
     sockets: dict[int, socket.socket],
+) -> Exception | None:
+    """Fill `sockets`; the error, if that fails, is returned for all ranks to hear of it."""
+    try:
+        _connect_lower(job, addresses, clock, sockets)
+        higher = set(range(job.rank + 1, len(job.pids)))
+        _Admission(job, door.sock, clock, sockets).run(higher)
+    except (TdxError, OSError) as error:
+        return error
+    return None
+
+
+def _connect_lower(
+    job: _Job, addresses: Sequence[bytes], clock: Clock, sockets: dict[int, socket.socket]
 ) -> None:
-    """Fill `sockets`: connect to the lower ranks, then let the higher ones in."""
     for peer in range(job.rank):
         sockets[peer] = _dial(job, peer, addresses[peer], clock)
     for peer in range(job.rank):
@@ -330,10 +251,9 @@ def _link(
             raise clock.timeout(job.rank, [peer], "connect") from error
         if len(reply) < _HELLO.size or job.sender_of(reply) != peer:
             raise TdxError(f"rank {peer} closed the connection, or did not know the job's token")
-    _Admission(job, door.sock, clock, sockets).run(set(range(job.rank + 1, len(job.pids))))
 
 
-def _dial(job: _Job, peer: int, address: bytes, clock: _Clock) -> socket.socket:
+def _dial(job: _Job, peer: int, address: bytes, clock: Clock) -> socket.socket:
     with Undo() as undo:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         undo.add(sock.close)
@@ -359,7 +279,7 @@ def _dial(job: _Job, peer: int, address: bytes, clock: _Clock) -> socket.socket:
     return sock
 
 
-def _receive_exactly(sock: socket.socket, size: int, clock: _Clock) -> bytes:
+def _receive_exactly(sock: socket.socket, size: int, clock: Clock) -> bytes:
     data = b""
     while len(data) < size:
         sock.settimeout(clock.remaining())
@@ -377,7 +297,7 @@ class _Admission:
         self,
         job: _Job,
         listener: socket.socket,
-        clock: _Clock,
+        clock: Clock,
         sockets: dict[int, socket.socket],
     ):
         self._job = job
@@ -397,7 +317,7 @@ class _Admission:
                     if key.fileobj is self._listener:
                         self._open({self._job.pids[rank] for rank in missing})
                     else:
-                        self._hear(key.fileobj, missing)
+                        self._hear(key.data, missing)
                 if self._clock.expired() and wanted - self._sockets.keys():
                     raise self._clock.timeout(self._job.rank, sorted(missing), "connect")
         finally:
@@ -418,7 +338,7 @@ class _Admission:
             self._drop(next(iter(self._pending)))
         sock.setblocking(False)
         self._pending[sock] = b""
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector.register(sock, selectors.EVENT_READ, sock)
 
     def _hear(self, sock: socket.socket, missing: set[int]) -> None:
         if sock not in self._pending:  # dropped within this round
@@ -456,11 +376,6 @@ class _Admission:
 def _close_all(sockets: dict[int, socket.socket]) -> None:
     while sockets:
         sockets.popitem()[1].close()
-
-
-def _close_fds(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _close_after_fork() -> None:

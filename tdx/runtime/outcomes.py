@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tdx.runtime import errors
-from tdx.runtime.errors import TdxError
+from tdx.runtime.errors import CollectiveMismatch, TdxError
 
-__all__ = ["describe_ranks", "pack_error", "raise_for_peers"]
+__all__ = ["describe_ranks", "pack_error", "raise_for_peers", "require_same_calls"]
 
 
 def pack_error(error: BaseException | None) -> bytes:
@@ -34,7 +34,20 @@ def raise_for_peers(outcomes: Mapping[int, bytes], what: str) -> None:
     raise kind(f"{what} failed: {reasons}")
 
 
-def describe_ranks(ranks: set[int] | frozenset[int] | tuple[int, ...] | list[int]) -> str:
+def require_same_calls(calls: Mapping[int, str]) -> None:
+    """Raise CollectiveMismatch unless all texts of `calls` (world rank -> call) are equal."""
+    by_call: dict[str, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        by_call.setdefault(call, []).append(rank)
+    if len(by_call) > 1:
+        table = "; ".join(f"{describe_ranks(ranks)}: {call}" for call, ranks in by_call.items())
+        raise CollectiveMismatch(
+            f"ranks made different calls where all must make the same one: {table}",
+            dict(sorted(calls.items())),
+        )
+
+
+def describe_ranks(ranks: Collection[int]) -> str:
     """Ranks as text: "rank 3", "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -91,7 +91,7 @@ def _several_hosts(identities: Mapping[str, Sequence[int]]) -> str:
         name, _, boot = identity.partition("\n")
         if names.count(name) > 1:  # only the boot id tells these apart
             name = f"{name} [{boot[:8]}]"
-        hosts.append(f"{name} ({describe_ranks(list(ranks))})")
+        hosts.append(f"{name} ({describe_ranks(ranks)})")
     return (
         f"the ranks run on {len(hosts)} hosts: {', '.join(hosts)}. tdx connects the ranks of one "
         "host for now: start all of them on one host (and in one container), or pass a "

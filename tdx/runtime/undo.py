@@ -29,11 +29,9 @@ class Undo:
         """Keep everything done so far."""
         self._steps.clear()
 
-    def release(self) -> Undo:
-        """Hand the registered steps over to a new transaction, which the caller now owns."""
-        other = Undo()
-        other._steps, self._steps = self._steps, []
-        return other
+    def forget(self, step: Callable[..., Any]) -> None:
+        """Keep what `step` would have taken back; the other steps stay registered."""
+        self._steps = [entry for entry in self._steps if entry[0] != step]
 
     def rollback(self) -> list[BaseException]:
         """Run all steps, last first; a failing step does not stop the others.

@@ -29,6 +29,7 @@ CHANNEL_VARIABLE = "TDX_RUN_CHANNEL"  # "NAME:TOKEN", both hexadecimal
 HELLO = struct.Struct("16sII")  # token, rank, process id; with the pipes of _PIPES
 STATUS = struct.Struct("i")  # exit code, or minus the number of the signal
 PIPES = ("stdout", "stderr", "report")  # report: JSON lines
+TERM_GRACE_S = 0.5  # between SIGTERM and SIGKILL for a rank
 
 _RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 _PR_SET_PDEATHSIG = 1
@@ -62,8 +63,10 @@ def _wait(pid: int, channel: socket.socket) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda number, frame: _kill(pid, number))
     child = os.pidfd_open(pid)
     ready, _, _ = select.select([child, channel], [], [])
-    if child not in ready:  # `tdx run` is gone
-        _kill(pid, signal.SIGKILL)
+    if child not in ready:  # `tdx run` ends the job, or is gone itself
+        _kill(pid, signal.SIGTERM)
+        if not select.select([child], [], [], TERM_GRACE_S)[0]:
+            _kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
         channel.send(STATUS.pack(code))
@@ -89,13 +92,14 @@ def _become_rank(writes: list[int], waiter: int) -> NoReturn:
     faulthandler.enable()
     report = writes[2]
     # Registered first, so it runs after all of the script's own; MPI_Finalize comes later still.
-    atexit.register(_report, report, finished=True)
+    atexit.register(_report_finished, report, os.getpid())
     flag, target, *sys.argv = sys.argv[1:]
     sys.exit(_execute(flag, target, report))
 
 
 def _execute(flag: str, target: str, report: int) -> int:
     """Run the target as `python` would; an exit code other than 0 is reported at once."""
+    rank = os.getpid()
     try:
         if flag == "-m":
             sys.path.insert(0, os.getcwd())
@@ -104,8 +108,10 @@ def _execute(flag: str, target: str, report: int) -> int:
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
             sys.argv.insert(0, target)
-            runpy.run_path(target, run_name="__main__")
+            runpy.run_path(os.path.abspath(target), run_name="__main__")
     except SystemExit as stop:
+        if os.getpid() != rank:
+            raise
         code = stop.code
         if code is None:
             return 0
@@ -118,6 +124,8 @@ def _execute(flag: str, target: str, report: int) -> int:
             _report(report, code=code)
         return code
     except BaseException as error:
+        if os.getpid() != rank:  # a fork made by the script
+            raise
         _flush()
         _report(report, code=1, error=type(error).__name__, traceback=_format(error))
         return 1
@@ -139,6 +147,11 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+
+
+def _report_finished(descriptor: int, rank: int) -> None:
+    if os.getpid() == rank:
+        _report(descriptor, finished=True)
 
 
 def _report(descriptor: int, **fields: Any) -> None:

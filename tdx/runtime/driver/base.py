@@ -52,6 +52,9 @@ class Driver(Protocol):
     def synchronize(self) -> None:
         """Wait for all streams; raises the error of a kernel that failed."""
 
+    def set_timeout(self, seconds: float) -> None:
+        """Deadline of kernels; 0: none."""
+
     # ---- virtual memory: the symmetric window
     def granularity(self) -> int:
         """Sizes and offsets of mappings are multiples of this."""
@@ -105,6 +108,11 @@ class Driver(Protocol):
     def copy_out(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Device to host memory in stream order; returns when `dst` holds the data."""
 
+    def copy_2d(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        """`rows` pieces of `width` bytes, `pitch` bytes apart; otherwise as copy."""
+
     def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         """Set bytes; asynchronous."""
 
@@ -143,6 +151,9 @@ class Driver(Protocol):
 
     def capture_end(self, stream: int) -> int:
         """End the recording: a graph."""
+
+    def capturing(self, stream: int) -> bool:
+        """Whether work queued on the stream is being recorded."""
 
     def graph_launch(self, graph: int, stream: int) -> None:
         """Queue the recorded work again, in order with `stream`."""

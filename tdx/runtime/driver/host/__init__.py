@@ -12,6 +12,7 @@ import threading
 from functools import partial
 from typing import Any
 
+import numpy as np
 import triton
 
 from tdx import abi
@@ -55,7 +56,6 @@ class HostDriver(HostMemory):
 
     def close(self) -> None:
         self.device.stop()
-        self._local.clear()
 
     def synchronize(self) -> None:
         self.device.synchronize()
@@ -97,6 +97,21 @@ class HostDriver(HostMemory):
         self.device.synchronize_stream(stream)
 
     copy_out = copy_in
+
+    def copy_2d(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        def rows_of(address: int, pitch: int) -> np.ndarray[Any, Any]:
+            low = min(0, pitch * (rows - 1))
+            span = abs(pitch) * (rows - 1) + width
+            memory = (ctypes.c_char * span).from_address(address + low)
+            return np.ndarray((rows, width), np.uint8, memory, -low, (pitch, 1))
+
+        def copy() -> None:
+            np.copyto(rows_of(dst, dst_pitch), rows_of(src, src_pitch))
+
+        if rows and width:
+            self.device.enqueue(stream, lambda: Call(copy))
 
     def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         self.device.enqueue(stream, lambda: Call(partial(_fill, dst, value, nbytes)))

@@ -1,0 +1,66 @@
+"""CuPy: described through its attributes; its current stream is that of the current thread."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..runtime import dlpack, dtypes
+from ..runtime.errors import DtypeError
+
+name = "cupy"
+
+
+def matches(x: Any) -> bool:
+    """Whether `x` is a `cupy.ndarray`."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def stream_of(x: Any) -> int | None:
+    """CuPy's current stream on the array's device."""
+    import cupy
+
+    with x.device:
+        return int(cupy.cuda.get_current_stream().ptr)
+
+
+def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
+    """Memory of the array. It is used on CuPy's current stream, so nothing waits here."""
+    import cupy
+
+    return dlpack.Imported(
+        address=int(x.data.ptr),
+        shape=tuple(x.shape),
+        strides=tuple(x.strides),
+        dtype=dtypes.resolve(x.dtype),
+        device=(dlpack.ROCM if cupy.cuda.runtime.is_hip else dlpack.CUDA, int(x.device.id)),
+        readonly=False,
+        owner=x,
+    )
+
+
+def empty(shape: Sequence[int], dtype: np.dtype[Any], like: Any) -> Any:
+    """An uninitialised array on the device of `like`.
+
+    Raises DtypeError for types CuPy does not have (bfloat16 in older releases, fp8).
+    """
+    import cupy
+
+    try:
+        with like.device:
+            return cupy.empty(tuple(shape), dtype)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise DtypeError(
+            f"CuPy {cupy.__version__} cannot hold a {dtype} result: pass out= with a tdx array"
+        ) from error
+
+
+def adopt(producer: Any, like: Any) -> Any:
+    """An array over the producer's memory."""
+    import cupy
+
+    return cupy.from_dlpack(producer)

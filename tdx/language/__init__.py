@@ -1,0 +1,48 @@
+"""Functions for use inside `@triton.jit` kernels: peers, signals, copies and barriers.
+
+One source serves NVIDIA GPUs, AMD GPUs and the host tier. Import it as
+
+    import tdx.language as tdl
+
+Every function accepts constexpr values, Python integers and tensors. Triton rejects `return` and
+`break` inside loops, so a kernel carries the result of a wait on as a predicate.
+"""
+
+from __future__ import annotations
+
+from tdx.language.address import consume_token, num_ranks, rank, symm_at
+from tdx.language.collective import barrier, epoch, grid_barrier, num_blocks
+from tdx.language.memory import (
+    broadcast,
+    fence,
+    fence_async_proxy,
+    get,
+    put,
+    put_signal,
+    quiet,
+)
+from tdx.language.signal import load_ll, notify, program_index, store_ll, wait, wait_all
+
+__all__ = [
+    "barrier",
+    "broadcast",
+    "consume_token",
+    "epoch",
+    "fence",
+    "fence_async_proxy",
+    "get",
+    "grid_barrier",
+    "load_ll",
+    "notify",
+    "num_blocks",
+    "num_ranks",
+    "program_index",
+    "put",
+    "put_signal",
+    "quiet",
+    "rank",
+    "store_ll",
+    "symm_at",
+    "wait",
+    "wait_all",
+]

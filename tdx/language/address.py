@@ -1,0 +1,102 @@
+"""Who am I, how many are we, and where is a peer's copy of an array.
+
+Every function here takes the world handle, `world.handle` or `team.handle` on the host side: a
+named tuple with the fields `control`, `packed`, `stride` and `is_team` (see tdx/abi.py). All of
+them are plain arithmetic, executed by every thread, legal anywhere in a kernel, the same in
+every replay of a CUDA graph, and unaffected by a standing fault. None orders memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tdx import abi
+from tdx.language._intrinsic import bytes_per_element, device_call, is_floating, is_host
+
+_FIELD = tl.constexpr(abi.PACK_FIELD_MASK)
+_RANK = tl.constexpr(abi.PACK_RANK_SHIFT)
+_SIZE = tl.constexpr(abi.PACK_SIZE_SHIFT)
+_TEAM = tl.constexpr(abi.PACK_TEAM_SHIFT)
+_TABLE = tl.constexpr(abi.CONTROL_TABLE)
+_TABLE_ROW = tl.constexpr(abi.MAX_RANKS)
+
+
+@triton.jit
+def rank(world):
+    """This rank's number in the world or team, int32: 0 <= rank < num_ranks."""
+    return (world.packed >> _RANK) & _FIELD
+
+
+@triton.jit
+def num_ranks(world):
+    """Ranks in the world or team, int32."""
+    return (world.packed >> _SIZE) & _FIELD
+
+
+@triton.jit
+def team_index(world):
+    """Number of the team within its world, int32; 0 is the world itself."""
+    return world.packed >> _TEAM
+
+
+@triton.jit
+def heap_distance(peer, world):
+    """Bytes from an address in this rank's heap to the same place in `peer`'s, int64.
+
+    `peer` is a rank of the world or team, scalar or block. For a team its world rank is looked
+    up in the control block; a peer outside the team gives an unusable distance.
+    """
+    mine = rank(world)
+    if world.is_team:
+        table = world.control + _TABLE + team_index(world) * _TABLE_ROW
+        ranks = tl.load(table + peer) - tl.load(table + mine)
+    else:
+        ranks = peer - mine
+    return ranks.to(tl.int64) * world.stride
+
+
+@triton.jit
+def symm_at(ptr, peer, world):
+    """The pointer to `peer`'s copy of what `ptr` points to.
+
+    Parameters
+    ----------
+    ptr : pointer or block of pointers
+        Into a symmetric array, on the own rank.
+    peer : int, constexpr, scalar or block
+        Rank of `world`; the own rank is legal and gives `ptr`.
+    world : handle
+
+    Returns a pointer of the same type; with a block of peers a block of pointers. Heaps lie at
+    multiples of 16 bytes from each other, so loads and stores through the result are as wide as
+    through `ptr`. The arithmetic is 64-bit whatever the stride.
+    """
+    size: tl.constexpr = bytes_per_element(ptr)
+    distance = heap_distance(peer, world) // size
+    return ptr + _aligned(distance)
+
+
+@triton.jit
+def consume_token(value, token):
+    """`value`, in a way that no use of it can be scheduled before `token` is known.
+
+    `token` is what a wait returned (a scalar); `value` is an integer, a pointer or a block of
+    them or of floats, and is returned unchanged. `wait` already orders every later access of the
+    program, so this is needed only where loads are software-pipelined across iterations of a
+    loop that waits.
+    """
+    if is_host():
+        result = value
+    else:
+        zero = device_call("tdx_zero", "i32", "i32", (token,))
+        if is_floating(value):
+            result = value + zero.to(value.dtype)
+        else:
+            result = value + _aligned(zero)
+    return result
+
+
+@triton.jit
+def _aligned(distance):
+    return tl.multiple_of(distance, 16)

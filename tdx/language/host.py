@@ -1,0 +1,132 @@
+"""The host tier's lowerings: what the interpreter cannot do with plain Triton operations.
+
+A waiting program must let the other programs of its process run, so waits go to the `executor`,
+which the runtime of the host tier sets before it launches anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from triton.language import core
+
+from tdx.language._intrinsic import host_tensor, intrinsic, unwrap
+
+
+class Executor(Protocol):
+    """What runs the programs of the host tier.
+
+    Addresses are uint64 arrays and `control` the address of the control block. `team` and
+    `peers` only describe the wait in a fault record; a peer of -1 is not known.
+    """
+
+    def wait(
+        self,
+        addresses: np.ndarray,
+        values: np.ndarray,
+        cmp: str,
+        control: int,
+        team: int,
+        peers: np.ndarray,
+    ) -> bool:
+        """Suspend the calling program until every 32-bit word satisfies its value, acquire.
+
+        "ge": the signed 32-bit difference word - value is not negative; "eq": equal bits. Returns
+        False when the deadline passes, having written the fault record, or when a fault stands.
+        """
+
+    def load_ll(
+        self,
+        addresses: np.ndarray,
+        flag: int,
+        mask: np.ndarray,
+        control: int,
+        team: int,
+        peers: np.ndarray,
+    ) -> tuple[np.ndarray, bool]:
+        """Suspend until each 64-bit word under `mask` has `flag` in its high half.
+
+        Returns the low halves as int32, 0 outside the mask, and False on expiry or fault.
+        """
+
+    def fault(self, control: int) -> bool:
+        """Does a fault stand?"""
+
+
+executor: Executor | None = None
+
+
+@intrinsic
+def wait(ptr, value, cmp, control, team, peer, _semantic=None):
+    """True (scalar) when every word at `ptr` satisfies `value`."""
+    addresses, values, peers = np.broadcast_arrays(_array(ptr), _array(value), _array(peer))
+    ok = _running().wait(
+        addresses.ravel().astype(np.uint64),
+        values.ravel().astype(np.int64),
+        unwrap(cmp),
+        _scalar(control),
+        _scalar(team),
+        peers.ravel().astype(np.int64),
+    )
+    return host_tensor(np.array([bool(ok)]))
+
+
+@intrinsic
+def wait_span(ptr, count, value, cmp, control, team, peer, _semantic=None):
+    """`wait` for `count` consecutive words, of consecutive peers."""
+    lanes = np.arange(_scalar(count), dtype=np.int64)
+    ok = _running().wait(
+        (_scalar(ptr) + 4 * lanes).astype(np.uint64),
+        np.full(lanes.shape, _scalar(value), np.int64),
+        unwrap(cmp),
+        _scalar(control),
+        _scalar(team),
+        _scalar(peer) + lanes,
+    )
+    return host_tensor(np.array([bool(ok)]))
+
+
+@intrinsic
+def load_ll(ptr, flag, words, mask, control, team, peer, _semantic=None):
+    """The data of `words` (1 or 2) data-and-flag words at each pointer, int32 or int64, and ok."""
+    addresses, active, peers = np.broadcast_arrays(_array(ptr), _array(mask), _array(peer))
+    parts = [addresses.ravel().astype(np.uint64) + np.uint64(8 * i) for i in range(unwrap(words))]
+    data, ok = _running().load_ll(
+        np.concatenate(parts),
+        _scalar(flag),
+        np.tile(active.ravel() != 0, len(parts)),
+        _scalar(control),
+        _scalar(team),
+        np.tile(peers.ravel().astype(np.int64), len(parts)),
+    )
+    halves = np.asarray(data, np.int32).reshape(len(parts), *addresses.shape)
+    if len(parts) == 1:
+        value = host_tensor(halves[0], like=ptr)
+    else:
+        low, high = halves[0].view(np.uint32).astype(np.int64), halves[1].astype(np.int64)
+        value = host_tensor(low | high << 32, like=ptr)
+    return value, host_tensor(np.full(addresses.shape, bool(ok)), like=ptr)
+
+
+@intrinsic
+def no_fault(control, _semantic=None):
+    """True (scalar) while no fault stands."""
+    return host_tensor(np.array([not _running().fault(_scalar(control))]))
+
+
+def _running() -> Executor:
+    if executor is None:
+        raise RuntimeError(
+            "tdx.language runs on the CPU only inside the host tier: call "
+            'tdx.init(backend="host") before launching the kernel'
+        )
+    return executor
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.handle.data if isinstance(value, core.tensor) else np.array([unwrap(value)])
+
+
+def _scalar(value: Any) -> int:
+    return int(_array(value).reshape(-1)[0])

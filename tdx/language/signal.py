@@ -1,0 +1,307 @@
+"""Signals: 32-bit words in symmetric memory, by which kernels of different ranks meet.
+
+A notifier stores data into a peer's heap, then notifies; the peer waits, then reads the data:
+
+    tl.store(tdl.symm_at(buffer, peer, world) + lanes, x)      # on the notifying rank
+    tdl.notify(signals + me, peer, world, epoch)
+
+    ok = tdl.wait(signals + sender, world, epoch, peer=sender)     # on the peer
+    x = tl.load(buffer + lanes, mask=ok)
+
+Values should only grow (`tdl.epoch` counts): a waiter that looks late then still sees enough, and
+nothing needs resetting, also when a CUDA graph is replayed. `ge` compares by signed 32-bit
+difference, so that a counter may wrap around.
+
+All functions here are executed by the whole program: every thread must reach them, outside of
+divergent control flow and of warp-specialised regions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tdx.language import amd, host, nvidia
+from tdx.language._intrinsic import (
+    as_tensor,
+    bits,
+    check_choice,
+    check_signal,
+    device_call,
+    is_block,
+    is_host,
+    is_nvidia,
+)
+from tdx.language.address import symm_at, team_index
+
+
+@triton.jit
+def wait(ptr, world, value, cmp: tl.constexpr = "ge", peer=-1):
+    """Wait until the signal at `ptr`, in this rank's heap, reaches `value`.
+
+    Parameters
+    ----------
+    ptr : pointer, or block of pointers, to int32 or uint32
+        One signal or several; all must be satisfied. Different threads poll different signals.
+    world : handle
+    value : int, scalar or block
+        32-bit value or one per signal.
+    cmp : "ge" or "eq"
+        "ge": signed 32-bit difference seen - value is not negative. "eq": equal; safe only when
+        nobody overwrites the signal before this rank has seen it.
+    peer : int, scalar or block
+        Rank of `world` that notifies, for the error message only.
+
+    Returns `ok`, a scalar int1 that is the same in every thread of the program.
+
+    Ordering: when `ok`, every later access of every thread of the program sees what the notifier's
+    program stored before its notify (acquire, system scope).
+    Deadline: False when the world's timeout passes; the first waiter of the rank to give up
+    writes the fault record. While a fault stands, a wait that is not satisfied returns False
+    almost at once. Carry `ok` on as a predicate: as `when` of notify and as a mask of stores.
+    Replay safety: that of the value; use `tdl.epoch`.
+    """
+    check_signal(ptr)
+    check_choice(cmp, "ge", "eq")
+    program = program_index()
+    team = team_index(world)
+    if is_host():
+        ok = host.wait(ptr, value, cmp, world.control, team, peer)
+    elif is_nvidia():
+        ok = nvidia.wait(ptr, value, cmp == "eq", world.control, team, peer, program)
+    else:
+        ok = amd.wait(ptr, value, cmp == "eq", world.control, team, peer, program)
+    return ok
+
+
+@triton.jit
+def wait_all(ptr, count, world, value, cmp: tl.constexpr = "ge", first_peer=0):
+    """Wait until `count` consecutive signals starting at `ptr` all reach `value`.
+
+    As `wait` with a block of pointers, for a count known only at run time (0 is satisfied). Signal
+    i belongs to rank `first_peer` + i of `world`. Ordering, deadline and `ok` are those of `wait`.
+    """
+    check_signal(ptr)
+    check_choice(cmp, "ge", "eq")
+    return _wait_span(ptr, count, value, cmp, world.control, team_index(world), first_peer)
+
+
+@triton.jit
+def notify(ptr, peer, world, value=1, op: tl.constexpr = "set", when=True):
+    """Set, or add to, `peer`'s copy of the signal at `ptr`.
+
+    Parameters
+    ----------
+    ptr : pointer, or block of pointers, to int32 or uint32
+        The signal's address in this rank's heap.
+    peer : int, scalar or block
+        Rank of `world`, the own one included. A block of peers, or of pointers, notifies each.
+    world : handle
+    value : int, scalar or block
+    op : "set" or "add"
+        "add" is atomic with respect to other notifies and wraps around.
+    when : bool, scalar or, with a block of signals, block
+        Nothing is sent where it is False.
+
+    Ordering: all earlier accesses of all threads of the program happen before the signal changes
+    (release, system scope); one thread sends it. It orders nothing of other programs: signal from
+    each program, or meet by `tdl.grid_barrier` first.
+    Fault: nothing is sent while a fault stands.
+    Replay safety: "set" with a value from `tdl.epoch`; "add" if the waiter's value counts all.
+    """
+    check_signal(ptr)
+    check_choice(op, "set", "add")
+    publish(symm_at(ptr, peer, world), value, op, when, world.control)
+
+
+@triton.jit
+def publish(target, value, op: tl.constexpr, when, control):
+    """`notify` for an address that is already the peer's."""
+    if is_host():
+        send = host.no_fault(control) & as_tensor(when).to(tl.int1)
+        if op == "set":
+            tl.atomic_xchg(target, value, mask=send, sem="release", scope="sys")
+        else:
+            tl.atomic_add(target, value, mask=send, sem="release", scope="sys")
+    elif is_nvidia():
+        nvidia.publish(target, value, op, when, control)
+    else:
+        amd.publish(target, value, op, when, control)
+
+
+@triton.jit
+def store_ll(ptr, value, flag, peer, world, mask=True):
+    """Store 4 bytes of data and 4 of flag as one word in `peer`'s heap: the data is its own signal.
+
+    Parameters
+    ----------
+    ptr : pointer, or block of pointers, to int64
+        Where the words are, in this rank's heap. A value of 4 bytes takes one word, one of 8
+        bytes two consecutive words, of which the first is 16-byte aligned.
+    value : scalar or block of a 4- or 8-byte type
+    flag : int or scalar
+        32-bit value that the words did not hold before, in practice an epoch. Never 0 in memory
+        that starts zeroed.
+    peer : int or scalar
+        Rank of `world`, the own one included.
+    world : handle
+    mask : bool, scalar or block
+        Lanes without it store nothing.
+
+    Ordering: none, and none needed for the data itself; earlier stores of the program are not
+    ordered before it. System scope; the flag never arrives before its data.
+    Fault: stores also while a fault stands. Memory used for this holds nothing else, ever.
+    Replay safety: that of the flag. Two slots used in turn (by the epoch's parity) let a sender
+    run one call ahead where each call waits for every peer.
+    """
+    target = symm_at(ptr, peer, world)
+    tag = _int32(flag).to(tl.int64) << 32
+    value = as_tensor(value)
+    width: tl.constexpr = bits(value)
+    tl.static_assert(width == 32 or width == 64, "store_ll takes values of 4 or 8 bytes")
+    if width == 32:
+        word = _low(value.to(tl.int32, bitcast=True)) | tag
+        _store_word(target, word, mask)
+    else:
+        pair = value.to(tl.int64, bitcast=True)
+        low = (pair & 0xFFFFFFFF) | tag
+        high = ((pair >> 32) & 0xFFFFFFFF) | tag
+        if is_host():
+            _store_word(target, low, mask)
+            _store_word(target + 1, high, mask)
+        elif is_nvidia():
+            nvidia.store_ll_pair(target.to(tl.int64), low, high, _int32(mask))
+        else:
+            amd.store_ll_pair(target.to(tl.int64), low, high, _int32(mask))
+
+
+@triton.jit
+def load_ll(
+    ptr,
+    flag,
+    world,
+    mask=True,
+    peer=-1,
+    dtype: tl.constexpr = tl.int32,
+    uniform: tl.constexpr = True,
+):
+    """Wait for words written by `store_ll` into this rank's heap and return their data.
+
+    Parameters
+    ----------
+    ptr : pointer, or block of pointers, to int64
+    flag : int or scalar
+        The flag to wait for, compared for equality.
+    world : handle
+    mask : bool, scalar or block
+        Lanes without it neither load nor wait; their data is 0.
+    peer : int, scalar or block
+        Rank that stores, for the error message only.
+    dtype : constexpr dtype of 4 or 8 bytes
+        Type of the data; what `store_ll` was given.
+    uniform : constexpr bool
+        True: `ok` is one scalar int1, the same in every thread (costs a barrier). False: `ok` is
+        int1 per lane, free, for use as a mask.
+
+    Returns `(value, ok)`; lanes that are not ok hold no data. All words of a call are loaded at
+    once and only missing ones are polled, so one call with a block of several peers is faster
+    than several calls.
+    Ordering: none beyond the data itself. Deadline and fault: as `wait`.
+    """
+    width: tl.constexpr = bits(dtype)
+    tl.static_assert(width == 32 or width == 64, "load_ll takes a dtype of 4 or 8 bytes")
+    tag = _int32(flag)
+    team = team_index(world)
+    if is_host():
+        data, lanes = host.load_ll(ptr, tag, width // 32, mask, world.control, team, peer)
+    else:
+        active = _int32(mask)
+        if width == 32:
+            word = device_call("tdx_peek", "i64", "i64,i32", (ptr, active))
+            data, lanes = _settle(word, ptr, tag, active, world.control, team, peer)
+        else:
+            if is_nvidia():
+                low, high = nvidia.peek_ll_pair(ptr.to(tl.int64), active)
+            else:
+                low, high = amd.peek_ll_pair(ptr.to(tl.int64), active)
+            data0, ok0 = _settle(low, ptr, tag, active, world.control, team, peer)
+            data1, ok1 = _settle(high, ptr + 1, tag, active, world.control, team, peer)
+            data = _low(data0) | (data1.to(tl.int64) << 32)
+            lanes = ok0 & ok1
+    value = data.to(dtype, bitcast=True)
+    if uniform:
+        ok = _all_lanes(lanes)
+    else:
+        ok = lanes
+    return value, ok
+
+
+@triton.jit
+def program_index():
+    """Linear index of this program in its grid, int32, first axis fastest."""
+    plane = tl.program_id(1) + tl.num_programs(1) * tl.program_id(2)
+    return tl.program_id(0) + tl.num_programs(0) * plane
+
+
+@triton.jit
+def program_barrier():
+    """All threads of the program meet, and see each other's earlier accesses."""
+    if is_host():
+        pass
+    elif is_nvidia():
+        nvidia.program_barrier()
+    else:
+        amd.program_barrier()
+
+
+@triton.jit
+def _wait_span(ptr, count, value, cmp: tl.constexpr, control, team, peer):
+    program = program_index()
+    if is_host():
+        ok = host.wait_span(ptr, count, value, cmp, control, team, peer)
+    elif is_nvidia():
+        ok = nvidia.wait_span(ptr, count, value, cmp == "eq", control, team, peer, program)
+    else:
+        ok = amd.wait_span(ptr, count, value, cmp == "eq", control, team, peer, program)
+    return ok
+
+
+@triton.jit
+def _settle(word, ptr, flag, active, control, team, peer):
+    settled = device_call(
+        "tdx_settle",
+        "i64",
+        "i64,i64,i32,i32,i64,i32,i32,i32",
+        (word, ptr, flag, active, control, team, peer, program_index()),
+    )
+    return settled.to(tl.int32), (settled >> 32) != 0
+
+
+@triton.jit
+def _store_word(target, word, mask):
+    if is_host():
+        # An exchange, because the interpreter's plain store of 8 bytes need not be atomic.
+        tl.atomic_xchg(target, word, mask=_int32(mask) != 0, sem="relaxed", scope="sys")
+    else:
+        device_call("tdx_poke", "i32", "i64,i64,i32", (target, word, _int32(mask)))
+
+
+@triton.jit
+def _all_lanes(lanes):
+    if is_host():
+        ok = tl.min(lanes.to(tl.int32)) != 0 if is_block(lanes) else lanes
+    elif is_nvidia():
+        ok = nvidia.all_lanes(lanes)
+    else:
+        ok = amd.all_lanes(lanes)
+    return ok
+
+
+@triton.jit
+def _int32(value):
+    return as_tensor(value).to(tl.int32)
+
+
+@triton.jit
+def _low(value):
+    return value.to(tl.int64) & 0xFFFFFFFF

@@ -1,0 +1,333 @@
+"""Arrays: typed views of blocks, exchanged with everybody through DLPack. No arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tdx.runtime import dlpack, dtypes
+from tdx.runtime.block import Block
+from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+
+if TYPE_CHECKING:
+    from tdx.runtime.world import World
+
+__all__ = ["Array"]
+
+# dtypes that __cuda_array_interface__ can express
+_CAI_KINDS = "biufc"
+
+
+class Array:
+    """Device memory with a shape and an element type. Made by a world.
+
+    Attributes
+    ----------
+    shape, strides : tuple[int, ...]
+        Extents, and distances in bytes.
+    dtype : np.dtype
+        ml_dtypes' for bfloat16 and float8.
+    symmetric : bool
+        Whether every rank has the array at the same heap offset.
+    name : str
+        As given to the world, or made up from the allocation's number.
+    owner_rank : int
+        Whose memory this is: the own rank, or r after `peer(r)`.
+    """
+
+    __slots__ = ("_address", "_block", "dtype", "owner_rank", "shape", "strides", "world")
+
+    def __init__(
+        self,
+        world: World,
+        block: Block,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype[Any],
+        owner_rank: int | None = None,
+    ):
+        self.world = world
+        self._block = block
+        self._address = address
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+        self.owner_rank = world.rank if owner_rank is None else owner_rank
+
+    # ---- what it is
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def symmetric(self) -> bool:
+        return self._block.symmetric
+
+    @property
+    def name(self) -> str:
+        return self._block.name
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        expected = dlpack.row_major(self.shape, self.itemsize)
+        dims = zip(self.shape, self.strides, expected, strict=True)
+        return self.size == 0 or all(n == 1 or s == right for n, s, right in dims)
+
+    @property
+    def T(self) -> Array:
+        """The array with its axes reversed, a view."""
+        return self._view(self._address, self.shape[::-1], self.strides[::-1], self.dtype)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-dimensional array")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        kind = "symmetric" if self.symmetric else "local"
+        peer = f" of rank {self.owner_rank}" if self.owner_rank != self.world.rank else ""
+        return f"<tdx.Array {self.name}{peer}: {self.shape} {self.dtype}, {kind}>"
+
+    def data_ptr(self) -> int:
+        """Address of the first element; what makes the array a kernel argument.
+
+        Notes that the current stream uses the array. Raises Closed after free or close.
+        """
+        self._block.check()
+        self._block.stream = self.world.driver.current_stream()
+        return self._address
+
+    # ---- views
+    def peer(self, rank: int) -> Array:
+        """The same array in rank `rank`'s heap; InvalidArgument for local arrays."""
+        self._block.check()
+        if not self.symmetric:
+            raise InvalidArgument(f"{self.name} is local; only symmetric arrays have peers")
+        rank = self.world.check_rank(rank)
+        window = self.world.window
+        address = self._address + (rank - self.owner_rank) * window.stride
+        return self._view(address, self.shape, self.strides, self.dtype, rank)
+
+    def __getitem__(self, index: Any) -> Array:
+        """A view by integers, slices, `...` and None, as NumPy's basic indexing."""
+        # NumPy computes the view on a stand-in that is never read
+        carrier = _stand_in(self.shape, self.strides, self.itemsize)
+        for part in index if isinstance(index, tuple) else (index,):
+            if part is not None and part is not Ellipsis and not isinstance(part, slice):
+                if isinstance(part, (bool, np.bool_)) or not hasattr(part, "__index__"):
+                    raise InvalidArgument(
+                        f"index {part!r}: arrays take integers, slices, ... and None; "
+                        "copy with .numpy() for anything else"
+                    )
+        view = carrier[index if isinstance(index, tuple) else (index,)]
+        view = view if isinstance(view, np.ndarray) else None
+        if view is None:  # all axes indexed: NumPy gave a scalar
+            view = carrier[(*(index if isinstance(index, tuple) else (index,)), None)][0:1]
+            offset = _address_of(view) - _address_of(carrier)
+            return self._view(self._address + offset, (), (), self.dtype)
+        offset = _address_of(view) - _address_of(carrier) if view.size else 0
+        return self._view(self._address + offset, view.shape, view.strides, self.dtype)
+
+    def __setitem__(self, index: Any, source: Any) -> None:
+        self[index].copy_from(source)
+
+    def reshape(self, *shape: int | Sequence[int]) -> Array:
+        """A view of a contiguous array with another shape; one extent may be -1."""
+        wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        if not self.is_contiguous:
+            raise InvalidArgument(
+                f"{self.name} of shape {self.shape} and strides {self.strides} is not contiguous "
+                "and cannot be reshaped without a copy"
+            )
+        new = _complete_shape(self.size, tuple(int(n) for n in wanted))  # type: ignore[call-overload]
+        return self._view(self._address, new, dlpack.row_major(new, self.itemsize), self.dtype)
+
+    def view(self, dtype: Any) -> Array:
+        """The same bytes as another element type; the last axis takes up the difference."""
+        new = dtypes.resolve(dtype)
+        if new.itemsize == self.itemsize:
+            return self._view(self._address, self.shape, self.strides, new)
+        row = self.shape[-1] * self.itemsize if self.shape else 0
+        if not self.shape or self.strides[-1] != self.itemsize or row % new.itemsize:
+            raise InvalidArgument(
+                f"{self.name} of shape {self.shape} {self.dtype} cannot be seen as {new}: the last "
+                f"axis must be contiguous and its {row} bytes a multiple of {new.itemsize}"
+            )
+        shape = (*self.shape[:-1], row // new.itemsize)
+        strides = (*self.strides[:-1], new.itemsize)
+        if any(stride % new.itemsize for stride in strides):
+            raise InvalidArgument(f"strides {self.strides} are no multiples of {new.itemsize}")
+        return self._view(self._address, shape, strides, new)
+
+    def _view(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype[Any],
+        owner_rank: int | None = None,
+    ) -> Array:
+        owner = self.owner_rank if owner_rank is None else owner_rank
+        return Array(self.world, self._block, address, shape, strides, dtype, owner)
+
+    # ---- copies
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A copy on the host, made after the array's pending work. Raises a pending fault."""
+        self._block.check()
+        world = self.world
+        stream = self._block.stream or world.stream.handle
+        low, nbytes = _span(self.shape, self.strides, self.itemsize)
+        if nbytes == 0:
+            return np.empty(self.shape, self.dtype)
+        staging = np.empty(nbytes, np.uint8)
+        with world.surfacing():
+            world.driver.copy_out(staging.ctypes.data, self._address + low, nbytes, stream)
+        world.check()
+        view = np.ndarray(self.shape, self.dtype, staging, -low, self.strides)
+        return view if self.is_contiguous else view.copy()
+
+    def copy_from(self, source: Any) -> Array:
+        """Fill the array from a NumPy array, a tdx array or any DLPack producer.
+
+        `source` must have this array's shape and dtype. Returns the array. The copy is ordered
+        on the array's stream; host memory may be changed when the call returns.
+
+        Raises InvalidArgument (shape), DtypeError.
+        """
+        self._block.check()
+        if isinstance(source, np.generic) or not hasattr(source, "__dlpack__"):
+            source = np.asarray(source, None if hasattr(source, "dtype") else self.dtype)
+        source = source if isinstance(source, Array) else dlpack.import_array(source)
+        if source.dtype != self.dtype:
+            raise DtypeError(
+                f"{self.name} has dtype {self.dtype}, the source {source.dtype}; convert it first"
+            )
+        if tuple(source.shape) != self.shape:
+            raise InvalidArgument(
+                f"{self.name} has shape {self.shape}, the source {tuple(source.shape)}"
+            )
+        if self.size:
+            self.world.copies.copy(self, source)
+        return self
+
+    # ---- exchange with others
+    def __dlpack_device__(self) -> tuple[int, int]:
+        info = self.world.driver.info
+        return info.dlpack_type, 0 if info.dlpack_type == dlpack.CPU else info.index
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A DLPack capsule, zero-copy, ordered after the array's pending work."""
+        self._block.check()
+        dlpack.check_request(self.__dlpack_device__(), dl_device, copy)
+        self.world.copies.order_export(self._block, stream)
+        owner, released = self._block.export()
+        return dlpack.capsule(
+            owner,
+            self._address,
+            self.shape,
+            self.strides,
+            self.dtype,
+            self.__dlpack_device__(),
+            max_version,
+            released=released,
+        )
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.world.backend == "host" or self.dtype.kind not in _CAI_KINDS:
+            raise AttributeError(
+                f"__cuda_array_interface__ does not exist for {self.dtype} on the "
+                f"{self.world.backend} backend; use DLPack"
+            )
+        self._block.check()
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "strides": None if self.is_contiguous else self.strides,
+            "typestr": self.dtype.str,
+            "data": (self._address, False),
+            "stream": self._block.stream or self.world.stream.handle,
+        }
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """On the host tier a NumPy view of the same memory, after the array's pending work."""
+        self._block.check()
+        if self.world.backend != "host":
+            raise TypeError("the array is in GPU memory; x.numpy() copies it to the host")
+        if copy:
+            view = self.numpy()
+        else:
+            with self.world.surfacing():
+                self._block.wait()
+            self.world.check()
+            owner, released = self._block.export()
+            view = dlpack.numpy_view(
+                owner, self._address, self.shape, self.strides, self.dtype, released
+            )
+        return view if dtype is None else view.astype(dtype, copy=False)
+
+    def free(self) -> None:
+        """Give the memory back; for a symmetric array on every rank in the same order.
+
+        Views become unusable. Raises Closed when freed already, InvalidArgument while a
+        consumer of an export still holds the memory.
+        """
+        if self.symmetric and self.owner_rank != self.world.rank:
+            raise InvalidArgument("a peer's array is freed by freeing the own array")
+        self._block.free()
+
+    def __bool__(self) -> bool:
+        raise Unsupported("the truth of an array is not defined; use x.size or x.numpy()")
+
+
+def _stand_in(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> np.ndarray[Any, Any]:
+    byte = np.zeros(1, f"V{itemsize}")
+    return np.lib.stride_tricks.as_strided(byte, shape, strides, writeable=False)
+
+
+def _address_of(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """(offset of the lowest byte, bytes up to the highest) of the elements; 0 bytes if none."""
+    if 0 in shape:
+        return 0, 0
+    reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    low = sum(r for r in reach if r < 0)
+    return low, sum(r for r in reach if r > 0) - low + itemsize
+
+
+def _complete_shape(size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    rest = math.prod(n for n in shape if n != -1)
+    if shape.count(-1) > 1 or any(n < -1 for n in shape):
+        raise InvalidArgument(f"shape {shape}: extents must be >= 0, at most one may be -1")
+    if -1 in shape and rest and size % rest == 0:
+        shape = tuple(size // rest if n == -1 else n for n in shape)
+    if math.prod(shape) != size or -1 in shape:
+        raise InvalidArgument(f"{size} elements cannot be reshaped to {shape}")
+    return shape

@@ -1,0 +1,75 @@
+"""Which backend a rank uses, and how its driver is opened."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from tdx.runtime.config import config
+from tdx.runtime.errors import DriverError, InvalidArgument, Unsupported
+
+if TYPE_CHECKING:
+    from tdx.runtime.driver.base import Driver
+    from tdx.runtime.topology import Topology
+
+__all__ = ["BACKENDS", "amd_gpus", "announce", "choose", "nvidia_gpus", "open_driver"]
+
+BACKENDS = ("cuda", "hip", "host")
+_said = False
+
+
+def nvidia_gpus() -> int:
+    """NVIDIA GPUs whose device nodes exist; loads nothing."""
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def amd_gpus() -> int:
+    """AMD GPUs of the compute driver; loads nothing."""
+    if not os.path.exists("/dev/kfd"):
+        return 0
+    return len(glob.glob("/dev/dri/renderD*"))
+
+
+def choose(backend: str | None) -> str:
+    """The backend for `tdx.init(backend=...)`; None: the setting, else what the machine has.
+
+    Raises InvalidArgument for an unknown name, DriverError when the named GPU is not there,
+    Unsupported when tdx has no driver for it.
+    """
+    if backend is None:
+        backend = config.backend or None
+    if backend is None:
+        return "host"
+    if backend not in BACKENDS:
+        raise InvalidArgument(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
+    if backend == "hip":
+        raise Unsupported(
+            "backend='hip': kernels compile for AMD GPUs, but the HIP driver is not there yet; "
+            "use backend='host'"
+        )
+    if backend == "cuda":
+        if not nvidia_gpus():
+            raise DriverError(
+                "backend='cuda': this machine shows no NVIDIA GPU (no /dev/nvidia0); use "
+                "backend='host', or pass the GPU into the container"
+            )
+        raise Unsupported("backend='cuda': the CUDA driver is not there yet; use backend='host'")
+    return backend
+
+
+def open_driver(backend: str, topology: Topology) -> Driver:
+    """Open the device of this rank."""
+    assert backend == "host"
+    from tdx.runtime.driver.host import HostDriver
+
+    return HostDriver(topology.local_rank, topology.local_size)
+
+
+def announce(backend: str | None, chosen: str, rank: int) -> None:
+    """Say once, on rank 0, that nobody chose the backend and which one it is."""
+    global _said
+    if backend is None and not config.backend and rank == 0 and not (_said or config.quiet):
+        _said = True
+        sys.stderr.write(f"tdx: no GPU that tdx can drive was found: running on {chosen!r}, the CPU\n")

@@ -1,0 +1,146 @@
+"""Pieces of memory behind arrays: who owns them, which stream used them last, who else holds them.
+
+A block is shared by all views of an array and by everything the array was exported to. The
+last reference that goes marks a symmetric block as dropped (ranks agree on reclaiming it later)
+and returns a local block to the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.stream import order
+
+if TYPE_CHECKING:
+    from tdx.runtime.driver.base import Driver
+    from tdx.runtime.window import Region
+
+__all__ = ["Block", "Exports", "LocalBlock", "SymmetricBlock"]
+
+
+class Exports:
+    """Which exports of a world's memory are still held by consumers.
+
+    Finalizers call this in any thread, so it only adds to and discards from a set. When the
+    world has been closed, the last consumer's release runs `on_last`.
+    """
+
+    def __init__(self) -> None:
+        self._held: set[object] = set()
+        self.on_last: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self) -> object:
+        token = object()
+        self._held.add(token)
+        return token
+
+    def release(self, token: object) -> None:
+        self._held.discard(token)
+        if not self._held and self.on_last is not None:
+            action, self.on_last = self.on_last, None
+            action()
+
+
+class Block:
+    """Memory of `nbytes` bytes at `address`; `stream` is where it was last used."""
+
+    symmetric = False
+
+    def __init__(self, driver: Driver, exports: Exports, address: int, nbytes: int, name: str):
+        self.driver = driver
+        self.exports = exports
+        self.address = address
+        self.nbytes = nbytes
+        self.name = name
+        self.stream = 0
+        self.freed = False
+        self._held = 0
+
+    def check(self) -> None:
+        """Raise Closed if the memory is gone."""
+        if self.freed:
+            raise Closed(f"array {self.name} was freed")
+
+    def enter(self, stream: int) -> None:
+        """Work on `stream` is about to use the block: order it after the last use elsewhere."""
+        if self.stream != stream:
+            if self.stream and not self.driver.capturing(stream):
+                order(self.driver, self.stream, stream)
+            self.stream = stream
+
+    def wait(self) -> None:
+        """Block the calling thread until the last use is done."""
+        if self.stream:
+            self.driver.stream_synchronize(self.stream)
+
+    def export(self) -> tuple[object, Callable[[], None]]:
+        """Note a consumer: (owner to keep alive, what to call when it is done)."""
+        token = self.exports.hold()
+        self._held += 1
+
+        def released() -> None:
+            self._held -= 1
+            self.exports.release(token)
+
+        return self, released
+
+    def free(self) -> None:
+        """Give the memory back now; InvalidArgument while a consumer holds it."""
+        self.check()
+        if self._held:
+            raise InvalidArgument(
+                f"array {self.name} is exported to {self._held} consumer(s) that still hold it; "
+                "drop those arrays first, or drop the last reference instead of calling free()"
+            )
+        self.freed = True
+
+
+class LocalBlock(Block):
+    """Memory of the own device only."""
+
+    def __init__(self, driver: Driver, exports: Exports, nbytes: int, name: str, stream: int):
+        super().__init__(driver, exports, driver.alloc(max(1, nbytes), stream), nbytes, name)
+        self._finalizer = weakref.finalize(self, _return, driver, self.address, stream)
+        self._finalizer.atexit = False
+
+    def free(self) -> None:
+        super().free()
+        self._finalizer()
+
+
+def _return(driver: Driver, address: int, stream: int) -> None:
+    with contextlib.suppress(Closed, InvalidArgument):
+        driver.free(address, stream)
+
+
+class SymmetricBlock(Block):
+    """The same offset in every rank's heap."""
+
+    symmetric = True
+
+    def __init__(
+        self, driver: Driver, exports: Exports, region: Region, nbytes: int, name: str
+    ):
+        self.region = region
+        self.offset = region.allocate(nbytes, name)
+        window = region.window
+        super().__init__(driver, exports, window.address(window.rank, self.offset), nbytes, name)
+        self._finalizer = weakref.finalize(self, region.heap.drop, self.offset - region.start)
+        self._finalizer.atexit = False
+
+    def check(self) -> None:
+        if self.region.window.closed:
+            raise Closed(f"array {self.name}: its world is closed")
+        super().check()
+
+    def free(self) -> None:
+        super().free()
+        self._finalizer.detach()
+        self.region.heap.free(self.offset - self.region.start)

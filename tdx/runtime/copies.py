@@ -1,0 +1,118 @@
+"""Copies into arrays and the ordering of exports, for every kind of source."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tdx.runtime import dlpack
+from tdx.runtime.errors import Unsupported
+from tdx.runtime.stream import order
+
+if TYPE_CHECKING:
+    from tdx.runtime.array import Array
+    from tdx.runtime.block import Block
+    from tdx.runtime.dlpack import Imported
+    from tdx.runtime.world import World
+
+__all__ = ["Copies"]
+
+_HOST_MEMORY = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST)
+
+
+class Copies:
+    """Copies of one world, on the streams of the arrays."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._driver = world.driver
+
+    def copy(self, target: Array, source: Array | Imported) -> None:
+        """Copy equal shapes and dtypes; `target` is not empty."""
+        block = target._block
+        stream = block.stream or self._world.stream.handle
+        block.enter(stream)
+        own = getattr(source, "_block", None)
+        if own is not None:
+            own.check()
+            own.enter(stream)
+            self._rows(target, source._address, source.strides, stream)  # type: ignore[union-attr]
+            return
+        assert not hasattr(source, "_block")
+        if source.device[0] in _HOST_MEMORY:  # type: ignore[union-attr]
+            self._from_host(target, source, stream)  # type: ignore[arg-type]
+        elif source.device[0] == self._driver.info.dlpack_type:  # type: ignore[union-attr]
+            self._rows(target, source.address, source.strides, stream)  # type: ignore[union-attr]
+            self._driver.stream_synchronize(stream)  # the producer may reuse its memory
+        else:
+            raise Unsupported(
+                f"the source is on DLPack device {source.device}, the array on "  # type: ignore[union-attr]
+                f"{target.__dlpack_device__()}; copy it to the host first"
+            )
+
+    def _from_host(self, target: Array, source: Imported, stream: int) -> None:
+        size = source.dtype.itemsize
+        if not source.contiguous:
+            view = dlpack.numpy_view(
+                source.owner, source.address, source.shape, source.strides, source.dtype
+            )
+            packed = np.ascontiguousarray(view)
+            source = dlpack.import_array(packed)
+        if target.is_contiguous:
+            with self._world.surfacing():
+                self._driver.copy_in(target._address, source.address, target.nbytes, stream)
+            return
+        strides = dlpack.row_major(source.shape, size)
+        if self._driver.info.dlpack_type == dlpack.CPU:
+            self._rows(target, source.address, strides, stream)
+            with self._world.surfacing():
+                self._driver.stream_synchronize(stream)
+            return
+        staging = self._driver.alloc(target.nbytes, stream)
+        try:
+            self._driver.copy_in(staging, source.address, target.nbytes, stream)
+            self._rows(target, staging, strides, stream)
+        finally:
+            self._driver.free(staging, stream)
+
+    def _rows(self, target: Array, address: int, strides: tuple[int, ...], stream: int) -> None:
+        for to, at, pitches, width, rows in _pieces(
+            target.shape, target.strides, strides, target.itemsize
+        ):
+            if rows == 1:
+                self._driver.copy(target._address + to, address + at, width, stream)
+            else:
+                self._driver.copy_2d(
+                    target._address + to, pitches[0], address + at, pitches[1], width, rows, stream
+                )
+
+    def order_export(self, block: Block, stream: Any) -> None:
+        """Order a consumer after the block's pending work.
+
+        A consumer in host memory gets finished data, whatever it asked for. On a GPU None means
+        the legacy default stream and -1 that the consumer wants no ordering.
+        """
+        if self._driver.info.dlpack_type == dlpack.CPU:
+            with self._world.surfacing():
+                block.wait()
+            self._world.check()
+        elif stream != -1 and block.stream:
+            order(self._driver, block.stream, 0 if stream is None else int(stream))
+
+
+def _pieces(
+    shape: tuple[int, ...], to: tuple[int, ...], at: tuple[int, ...], itemsize: int
+) -> Iterator[tuple[int, int, tuple[int, int], int, int]]:
+    """Split a strided copy: (offset to, offset at, their pitches, bytes a row, rows)."""
+    axes = [(n, t, a) for n, t, a in zip(shape, to, at, strict=True) if n != 1]
+    width = itemsize
+    while axes and axes[-1][1] == axes[-1][2] == width:
+        width *= axes.pop()[0]
+    rows, pitch_to, pitch_at = axes.pop() if axes else (1, 0, 0)
+    for index in itertools.product(*(range(n) for n, _, _ in axes)):
+        offset_to = sum(i * t for i, (_, t, _) in zip(index, axes, strict=True))
+        offset_at = sum(i * a for i, (_, _, a) in zip(index, axes, strict=True))
+        yield offset_to, offset_at, (pitch_to, pitch_at), width, rows

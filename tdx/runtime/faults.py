@@ -1,0 +1,120 @@
+"""The control block that kernels see, the fault record they write, and the exception it becomes.
+
+Layouts: tdx/abi.py. A fault is sticky: the first one is kept, and every later call raises it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tdx import abi
+from tdx.runtime.errors import PeerTimeout, TdxError
+
+if TYPE_CHECKING:
+    from tdx.runtime.world import World
+
+__all__ = ["Faults", "Pointer"]
+
+_WATCH_S = 0.2  # how often the watcher looks: a fault is reported well within a second
+
+
+class Pointer:
+    """An address with a dtype: a kernel argument for memory that is no array."""
+
+    __slots__ = ("_address", "dtype")
+
+    def __init__(self, address: int, dtype: np.dtype):
+        self._address = address
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+class Faults:
+    """Owns the control block and the fault record of a world."""
+
+    def __init__(self, world: World, timeout_s: float):
+        self._world = world
+        driver = world.driver
+        self._record_address = driver.host_alloc(8 * abi.RECORD_WORDS)
+        self.record = (ctypes.c_int64 * abi.RECORD_WORDS).from_address(self._record_address)
+        self._words = np.zeros(abi.CONTROL_WORDS, np.int64)
+        self._words[abi.CONTROL_RECORD] = self._record_address
+        self._words[abi.CONTROL_TIMEOUT_NS] = int(timeout_s * 1e9)
+        self.address = driver.alloc(self._words.nbytes, world.stream.handle)
+        self.control = Pointer(self.address, np.dtype(np.int64))
+        self.set_table(0, range(world.size))
+        self.first: TdxError | None = None
+        self._said = False
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="tdx-watcher", daemon=True)
+        self._watcher.start()
+
+    def set_table(self, team: int, ranks: range | tuple[int, ...]) -> None:
+        """Fill a team's table of world ranks, in team order."""
+        start = abi.CONTROL_TABLE + team * abi.MAX_RANKS
+        self._words[start : start + len(ranks)] = ranks
+        driver = self._world.driver
+        part = self._words if team == 0 else self._words[start : start + abi.MAX_RANKS]
+        offset = 0 if team == 0 else 8 * start
+        driver.copy_in(
+            self.address + offset, part.ctypes.data, part.nbytes, self._world.stream.handle
+        )
+
+    def check(self) -> None:
+        """Raise the fault that stands, if any; one read of host memory."""
+        if self.record[abi.RECORD_STATE]:
+            raise self._exception()
+
+    def _exception(self) -> TdxError:
+        if self.first is None:
+            self.first = self._describe()
+        return self.first
+
+    def _describe(self) -> TdxError:
+        record = self.record
+        world = self._world
+        seen, expected = int(record[abi.RECORD_SEEN]), int(record[abi.RECORD_EXPECTED])
+        peer = int(record[abi.RECORD_PEER])
+        ranks = world.team_ranks(int(record[abi.RECORD_TEAM]))
+        peer = ranks[peer] if 0 <= peer < len(ranks) else -1
+        site = world.signal_site(int(record[abi.RECORD_SIGNAL]))
+        who = f"rank {peer}" if peer >= 0 else "a peer"
+        call = f", call {site.calls}" if site.calls else ""
+        where = f", called at {site.location}" if site.location else ""
+        waiting = "".join(f"\n  {line}" for line in world.waiting_programs())
+        return PeerTimeout(
+            f"rank {world.rank} waited {world.timeout_s:g} s for {who}: {site.operation}{call}, "
+            f"signal {site.signal} expected {expected}, seen {seen}{where}"
+            + (f"\nwaiting programs of rank {world.rank}:{waiting}" if waiting else ""),
+            rank=world.rank,
+            peer=peer,
+            operation=site.operation,
+            signal=site.signal,
+            expected=expected,
+            seen=seen,
+            call_number=site.calls,
+            location=site.location,
+        )
+
+    def _watch(self) -> None:
+        """Say a fault once on stderr, also while the host sits in the user's code."""
+        while not self._stop.wait(_WATCH_S):
+            if self.record[abi.RECORD_STATE] and not self._said:
+                self._said = True
+                sys.stderr.write(f"tdx: {self._exception()}\n")
+                sys.stderr.flush()
+
+    def close(self) -> None:
+        """Stop the watcher and return the memory; no kernel may run any more."""
+        self._stop.set()
+        self._watcher.join()
+        driver = self._world.driver
+        driver.free(self.address, self._world.stream.handle)
+        driver.host_free(self._record_address)

@@ -1,0 +1,84 @@
+"""Graphs: work recorded once and queued again in one call.
+
+On a GPU a CUDA or HIP graph; on the host tier a recorded list, with the same rules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.stream import stream_handle
+
+if TYPE_CHECKING:
+    from tdx.runtime.world import World
+
+__all__ = ["Graph", "graph"]
+
+
+class Graph:
+    """What was queued inside `with tdx.graph(world) as g`; `g.replay()` queues it again.
+
+    Holds the plans and arrays that were used, so that they outlive the caller's references.
+    """
+
+    def __init__(self, world: World):
+        self._world = world
+        self._stream = world.new_stream()
+        self._handle = 0
+        self._keep: list[Any] = []
+        self._outer = 0
+
+    def keep(self, *objects: Any) -> None:
+        """Hold objects as long as the graph lives."""
+        self._keep.extend(objects)
+
+    def __enter__(self) -> Graph:
+        world = self._world
+        world.check()
+        if self._handle:
+            raise InvalidArgument("a graph is recorded once; make a new one with tdx.graph(world)")
+        # what was queued before comes first, also at the first replay
+        self._stream.wait(world.stream)
+        self._outer = world.driver.current_stream()
+        world.driver.capture_begin(self._stream.handle)
+        world.driver.set_current_stream(self._stream.handle)
+        world.recording = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        world = self._world
+        world.recording = None
+        world.driver.set_current_stream(self._outer)
+        handle = world.driver.capture_end(self._stream.handle)
+        finalizer = weakref.finalize(self, world.driver.graph_destroy, handle)
+        finalizer.atexit = False
+        if error is not None:
+            finalizer()
+            return
+        self._handle = handle
+
+    def replay(self, stream: Any = None) -> None:
+        """Queue the recorded work on `stream` (None: the world's). Raises a pending fault."""
+        world = self._world
+        world.check()
+        if not self._handle:
+            raise Closed("the graph holds nothing: it is still recording, or its block failed")
+        target = world.driver.current_stream() if stream is None else stream_handle(stream)
+        world.driver.graph_launch(self._handle, target)
+
+
+def graph(world: World) -> Graph:
+    """Record device work: `with tdx.graph(world) as g: plan(x)`, then `g.replay()`.
+
+    Plan calls and kernel launches inside go to the graph's stream. Nothing may synchronise or
+    allocate inside. Raises InvalidArgument when a recording is open already.
+    """
+    return Graph(world)

@@ -1,0 +1,79 @@
+"""Groups of ranks with their own numbering: the world itself, and teams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tdx import abi
+from tdx.runtime.errors import InvalidArgument
+from tdx.runtime.signals import Handle
+from tdx.runtime.triton_driver import constexpr
+
+if TYPE_CHECKING:
+    from tdx.runtime.world import World
+
+__all__ = ["Group", "Team", "check_rank", "make_handle"]
+
+
+def make_handle(world: World, rank: int, size: int, index: int) -> Handle:
+    """The handle of a group in which this process has number `rank`."""
+    return Handle(
+        world.faults.control,
+        abi.pack_handle(rank, size, index),
+        world.window.stride,
+        constexpr(index != 0),
+    )
+
+
+def check_rank(rank: int, size: int, what: str) -> int:
+    """`rank` as an int within 0..size-1, else InvalidArgument."""
+    if isinstance(rank, (bool, np.bool_)) or not isinstance(rank, (int, np.integer)):
+        raise InvalidArgument(f"{what} must be an int, got {rank!r}")
+    if not 0 <= rank < size:
+        raise InvalidArgument(f"{what} {rank} is outside 0..{size - 1}")
+    return int(rank)
+
+
+class Group:
+    """Ranks that call operations together.
+
+    Attributes
+    ----------
+    rank, size : int
+        Number of this process in the group, and how many there are.
+    ranks : tuple[int, ...]
+        World ranks, in group order.
+    index : int
+        0 for the world, else the team's number.
+    handle : Handle
+        The kernel argument through which device functions know the group.
+    world : World
+    """
+
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    index: int
+    handle: Handle
+    world: World
+
+    def check_rank(self, rank: int, what: str = "rank") -> int:
+        """`rank` as an int within the group, else InvalidArgument."""
+        return check_rank(rank, self.size, what)
+
+
+class Team(Group):
+    """A subset of the world's ranks. Made by `world.team`; accepted wherever `team=` is."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...], index: int):
+        self.world = world
+        self.ranks = ranks
+        self.rank = ranks.index(world.rank)
+        self.size = len(ranks)
+        self.index = index
+        self.handle = make_handle(world, self.rank, self.size, index)
+
+    def __repr__(self) -> str:
+        return f"<tdx.Team {self.index}: ranks {self.ranks}>"

@@ -1,0 +1,399 @@
+"""The host channel: everything that ranks tell each other after `tdx.init`.
+
+Nothing here waits for a silent peer longer than the deadline, and a peer that is gone is noticed
+at once. The operations of one set of ranks are numbered; a message carries the number and the
+operation's text, so that ranks which make different calls find out, all of them, and stay in step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from tdx.runtime.errors import (
+    Closed,
+    CollectiveMismatch,
+    InvalidArgument,
+    PeerLost,
+    PeerTimeout,
+    TdxError,
+)
+from tdx.runtime.exchange import Mesh
+from tdx.runtime.frames import Link, Message, encode, group_of
+from tdx.runtime.heartbeat import HeartbeatPage, beating, create_page
+from tdx.runtime.outcomes import describe_ranks, pack_error, raise_for_peers, require_same_calls
+from tdx.runtime.unix_sockets import close_fds
+
+__all__ = ["HostChannel"]
+
+T = TypeVar("T")
+
+_TICK_S = 0.25  # between two looks at the heartbeats while waiting
+_GOODBYE_S = 0.5  # how long `close` tries to deliver what is queued
+
+
+class HostChannel:
+    """Agreement, barriers and liveness among the ranks of a mesh.
+
+    Operations are collective over `members` (world ranks in team order, default: all). All of
+    them raise PeerLost if a needed rank is gone, PeerTimeout if one is silent for `timeout_s`
+    seconds (None: the default given here; 0: no deadline), CollectiveMismatch if ranks make
+    different calls, InvalidArgument for bad members, Closed after `close`. One thread at a time
+    takes part; `lost` and `heartbeat` may be called from any thread at any time.
+    """
+
+    def __init__(self, mesh: Mesh, timeout_s: float = 30.0):
+        """Collective; raises on every rank or on none. The channel owns the mesh from here on."""
+        self.rank = mesh.rank
+        self.size = mesh.size
+        self.timeout_s = _check_timeout(timeout_s)
+        self._mesh = mesh
+        self._pid = os.getpid()
+        self._links = {peer: Link(sock) for peer, sock in mesh.sockets.items()}
+        self._by_fd = {link.sock.fileno(): peer for peer, link in self._links.items()}
+        self._poll = select.poll()
+        for fd in self._by_fd:
+            self._poll.register(fd, select.POLLIN)
+        self._full: set[int] = set()  # peers polled for room to send
+        self._lock = threading.Lock()
+        self._numbers: dict[int, int] = {}  # group -> operations begun
+        self._inbox: dict[tuple[int, int, int], Message] = {}  # by peer, group, number
+        self._awaited: tuple[int, int] | None = None
+        self._lost: frozenset[int] = frozenset()
+        self._departed: frozenset[int] = frozenset()
+        self._closed = False
+        self._page: HeartbeatPage | None = None
+        try:
+            self._page = self._share_page()
+        except BaseException:
+            self.close()
+            raise
+
+    def allgather(
+        self,
+        payload: bytes,
+        what: str,
+        members: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[bytes]:
+        """Every member's `payload`, in the order of `members`. `what` must be equal on all."""
+        messages = self._exchange(what, payload, members, timeout_s)
+        return [message.payload for message in messages.values()]
+
+    def barrier(
+        self,
+        what: str = "barrier",
+        members: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Return when every member has called it."""
+        self.allgather(b"", what, members, timeout_s)
+
+    def agree(
+        self,
+        record: str,
+        refused: BaseException | None = None,
+        members: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Return if every member makes the call that `record` describes.
+
+        `refused` says that this rank cannot make it: the others raise CollectiveMismatch that
+        names this rank and the reason, while here `refused` itself is raised, without waiting.
+        """
+        if refused is not None:
+            self._post(f"refused: {type(refused).__name__}: {refused}", b"", members)
+            raise refused
+        self._exchange(record, b"", members, timeout_s)
+
+    def together(
+        self,
+        step: Callable[[], T],
+        what: str,
+        members: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Run `step` on every member; its result, if it succeeded on all of them.
+
+        Where it failed its own error is raised. The other members raise the same class if it is
+        one of tdx, else TdxError, with the failing ranks in the message. Use `busy` within a step
+        that takes long.
+        """
+        try:
+            result = step()
+        except BaseException as error:
+            self._post(what, pack_error(error), members)
+            raise
+        messages = self._exchange(what, b"", members, timeout_s)
+        raise_for_peers({rank: message.payload for rank, message in messages.items()}, what)
+        return result
+
+    def exchange_fds(
+        self, fd: int | None, what: str, timeout_s: float | None = None
+    ) -> list[int | None]:
+        """Every rank's descriptor, by world rank; None for ranks that gave none.
+
+        `fd` stays the caller's. The caller owns every descriptor returned, its own entry being a
+        duplicate; all are close-on-exec. If one does not arrive, every rank raises.
+        """
+        copies: list[int] = []
+        try:
+            if fd is not None:
+                for _ in range(self.size):
+                    copies.append(os.dup(fd))
+        except OSError as error:
+            close_fds(copies)
+            refused = TdxError(f"{what}: the descriptor {fd} cannot be duplicated: {error}")
+            self.agree(what, refused)
+        received = f"{what}: receiving"
+        try:
+            messages = self._exchange(what, b"", None, timeout_s, copies)
+        except (PeerLost, PeerTimeout) as error:
+            self._post(received, pack_error(error), None)  # peers may have come as far as that
+            raise
+        try:
+            self.together(lambda: _require_uncut(messages), received, None, timeout_s)
+        except BaseException:
+            for message in messages.values():
+                message.discard()
+            raise
+        return [message.fd for message in messages.values()]
+
+    def heartbeat(self) -> None:
+        """Tell the peers that this rank is at work: their deadlines start again."""
+        if self._page is not None:
+            self._page.beat()
+
+    def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Send heartbeats while the block runs: for compilation, growth, loading."""
+        return beating(self.heartbeat, what)
+
+    def lost(self) -> frozenset[int]:
+        """Ranks whose connection ended without an orderly close. Never blocks; any thread."""
+        self._look()
+        return self._lost
+
+    def departed(self) -> frozenset[int]:
+        """Ranks that closed their channel in an orderly way. Never blocks; any thread."""
+        self._look()
+        return self._departed
+
+    def close(self) -> None:
+        """Deliver what is queued (at most 0.5 s), then close everything. May be called again.
+
+        Not collective: put a `barrier` before it where peers may still need this rank.
+        """
+        if os.getpid() != self._pid:  # a forked copy, which must not speak for this rank
+            return
+        with self._lock:
+            if self._closed:
+                return
+            end = time.monotonic() + _GOODBYE_S
+            while any(link.unsent for link in self._links.values()) and time.monotonic() < end:
+                self._pump(0.05)
+            self._closed = True
+            if self._page is not None:
+                self._page.close()  # before the connections end, so that peers see it in order
+            for link in self._links.values():
+                link.close()
+            self._mesh.close()
+            for message in self._inbox.values():
+                message.discard()
+            self._inbox.clear()
+
+    def _share_page(self) -> HeartbeatPage | None:
+        if self.size == 1:
+            return None
+        own = self.together(lambda: create_page() if self.rank == 0 else None, "init: heartbeats")
+        fds: list[int | None] = []
+        try:
+            fds = self.exchange_fds(own, "init: heartbeat page")
+            page = fds[0]
+            assert page is not None
+            return self.together(lambda: HeartbeatPage(page, self.rank), "init: heartbeat map")
+        finally:
+            for fd in (own, *fds):
+                if fd is not None:
+                    os.close(fd)
+
+    def _members(self, members: Sequence[int] | None) -> tuple[int, ...]:
+        if members is None:
+            return tuple(range(self.size))
+        ranks = tuple(members)
+        if len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
+            raise InvalidArgument(
+                f"members {ranks}: each must be a different world rank below {self.size}"
+            )
+        if self.rank not in ranks:
+            raise InvalidArgument(f"rank {self.rank} is not among the members {ranks}")
+        return ranks
+
+    def _exchange(
+        self,
+        what: str,
+        payload: bytes,
+        members: Sequence[int] | None,
+        timeout_s: float | None,
+        fds: list[int] | None = None,
+    ) -> dict[int, Message]:
+        """All members' messages of one operation, by world rank in the order of members.
+
+        `fds` holds a copy of this rank's descriptor for every member, which are used up.
+        """
+        copies = fds or []
+        try:
+            ranks = self._members(members)
+            limit = self.timeout_s if timeout_s is None else _check_timeout(timeout_s)
+            with self._operation(what, ranks) as (group, number):
+                own = Message(group, number, what, payload)
+                self._send(encode(own, bool(copies)), ranks, copies)
+                peers = [rank for rank in ranks if rank != self.rank]
+                self._collect(what, group, number, peers, limit)
+                inbox = {p: self._inbox.pop((p, group, number)) for p in peers}
+            own.fd = copies.pop() if copies else None
+        finally:
+            close_fds(copies)
+        messages = {rank: inbox.get(rank, own) for rank in ranks}
+        try:
+            require_same_calls({rank: message.what for rank, message in messages.items()})
+        except CollectiveMismatch:
+            for message in messages.values():
+                message.discard()
+            raise
+        return messages
+
+    def _post(self, what: str, payload: bytes, members: Sequence[int] | None) -> None:
+        """This rank's part in an operation whose outcome it does not wait for."""
+        with contextlib.suppress(TdxError):
+            ranks = self._members(members)
+            with self._operation(what, ranks) as (group, number):
+                self._send(encode(Message(group, number, what, payload), False), ranks, [])
+
+    @contextlib.contextmanager
+    def _operation(self, what: str, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """The channel is this thread's alone; yields the group and the operation's number."""
+        group = group_of(ranks)
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                raise Closed(f"{what}: the world is closed, or this is a forked process")
+            number = self._numbers.get(group, 0)
+            self._numbers[group] = number + 1
+            self._awaited = (group, number)
+            try:
+                yield group, number
+            finally:
+                self._awaited = None
+                for peer in ranks:
+                    if message := self._inbox.pop((peer, group, number), None):
+                        message.discard()
+
+    def _send(self, records: bytes, ranks: tuple[int, ...], copies: list[int]) -> None:
+        for peer in ranks:
+            if peer != self.rank:
+                self._links[peer].post(records, copies.pop() if copies else None)
+                self._watch(peer)
+
+    def _collect(self, what: str, group: int, number: int, peers: list[int], limit: float) -> None:
+        """Wait until every peer's message is in the inbox and all of ours is on its way."""
+        now = time.monotonic()
+        heard = dict.fromkeys(peers, now)
+        signs = {peer: self._signs(peer) for peer in peers}
+        while True:
+            missing = [p for p in peers if (p, group, number) not in self._inbox]
+            gone = [p for p in missing if self._links[p].ended]
+            if gone:
+                raise self._peer_lost(what, gone)
+            waiting = missing or [p for p in peers if self._links[p].unsent]
+            if not waiting:
+                return
+            now = time.monotonic()
+            for peer in waiting:
+                if (seen := self._signs(peer)) != signs[peer]:
+                    signs[peer], heard[peer] = seen, now
+            oldest = min(heard[peer] for peer in waiting)
+            left = oldest + limit - now if limit else math.inf
+            if left <= 0:
+                silent = [peer for peer in waiting if heard[peer] == oldest]
+                raise self._timeout(what, waiting, silent, limit)
+            self._pump(min(left, _TICK_S))
+
+    def _signs(self, peer: int) -> tuple[int, int]:
+        beats = self._page.beats(peer) if self._page is not None else 0
+        return beats, self._links[peer].received
+
+    def _peer_lost(self, what: str, gone: list[int]) -> PeerLost:
+        closed = [p for p in gone if p in self._departed]
+        how = "closed its world" if closed == gone else self._links[gone[0]].ended
+        return PeerLost(f"{what}: lost {describe_ranks(gone)} ({how})", gone)
+
+    def _timeout(self, what: str, missing: list[int], silent: list[int], limit: float) -> TdxError:
+        return PeerTimeout(
+            f"rank {self.rank} waited in {what} for {describe_ranks(missing)}: nothing heard of "
+            f"{describe_ranks(silent)} for {limit:g} s (timeout_s). Look at what these ranks do, "
+            "or give tdx.init a larger timeout_s",
+            rank=self.rank, peer=silent[0], operation=what, signal="host channel",
+        )  # fmt: skip
+
+    def _watch(self, peer: int) -> None:
+        link = self._links[peer]
+        if not link.ended and link.unsent != (peer in self._full):
+            self._full ^= {peer}
+            event = select.POLLIN | (select.POLLOUT if link.unsent else 0)
+            self._poll.modify(link.sock, event)
+
+    def _pump(self, wait_s: float) -> None:
+        """Send and receive what is possible; wait up to `wait_s` for the first event."""
+        if not self._by_fd:
+            return
+        for fd, event in self._poll.poll(math.ceil(wait_s * 1000)):
+            peer = self._by_fd[fd]
+            link = self._links[peer]
+            if event & select.POLLOUT:
+                link.flush()
+                self._watch(peer)
+            if event & ~select.POLLOUT:
+                for message in link.receive():
+                    self._store(peer, message)
+            if link.ended:
+                self._poll.unregister(fd)
+                del self._by_fd[fd]
+                if self._page is not None and self._page.closed(peer):
+                    self._departed |= {peer}
+                else:
+                    self._lost |= {peer}
+
+    def _store(self, peer: int, message: Message) -> None:
+        group, number = message.group, message.number
+        if number < self._numbers.get(group, 0) and (group, number) != self._awaited:
+            message.discard()  # of an operation that this rank gave up
+        else:
+            self._inbox[peer, group, number] = message
+
+    def _look(self) -> None:
+        if self._lock.acquire(blocking=False):  # else an operation is at it, and keeps watch
+            try:
+                if not self._closed and os.getpid() == self._pid:
+                    self._pump(0)
+            finally:
+                self._lock.release()
+
+
+def _check_timeout(timeout_s: float) -> float:
+    if not 0 <= timeout_s < math.inf:
+        raise InvalidArgument(f"timeout_s={timeout_s}: give seconds, at least 0 (0: no deadline)")
+    return float(timeout_s)
+
+
+def _require_uncut(messages: dict[int, Message]) -> None:
+    cut = [rank for rank, message in messages.items() if message.cut]
+    if cut:
+        raise TdxError(
+            f"the descriptor of {describe_ranks(cut)} could not be received: "
+            "raise the limit on open files (ulimit -n)"
+        )

@@ -1,0 +1,147 @@
+"""How a world comes up: one transaction, in which a failure on any rank raises on every rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tdx.runtime import backends
+from tdx.runtime.comm import Comm, close_comm, open_comm
+from tdx.runtime.errors import InvalidArgument, TdxError
+from tdx.runtime.exchange import Mesh
+from tdx.runtime.host_channel import HostChannel
+from tdx.runtime.outcomes import pack_error, raise_for_peers
+from tdx.runtime.topology import discover
+from tdx.runtime.undo import Undo
+from tdx.runtime.world import World
+
+__all__ = ["init"]
+
+_open: World | None = None
+_POLICIES = ("raise", "abort")
+
+
+def init(
+    comm: Any = None,
+    backend: str | None = None,
+    heap_bytes: int | None = None,
+    timeout_s: float = 30.0,
+    on_peer_failure: str = "raise",
+) -> World:
+    """Bring up the world of all ranks of `comm`. Collective; every rank passes the same values.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator, or object with Get_rank, Get_size, allgather(bytes)
+        Used during init only. None: MPI.COMM_WORLD under an MPI launcher, else a world of one.
+    backend : {"cuda", "hip", "host"}, optional
+        None: the GPUs, if there are any that tdx has a driver for, else the host tier.
+    heap_bytes : int, optional
+        Hard cap of the symmetric user heap, in bytes. None: it grows up to the device's memory.
+    timeout_s : float
+        Deadline of every wait, in seconds; 0: none.
+    on_peer_failure : {"raise", "abort"}
+        What survivors of a lost peer do.
+
+    Raises
+    ------
+    InvalidArgument
+        A bad value; ranks that disagree; a world that is open already; a launcher of another MPI.
+    Unsupported
+        Several hosts, or a backend that is not there yet.
+    DriverError, HeapExhausted
+        The device or its memory.
+    """
+    global _open
+    if _open is not None and not _open.closed:
+        raise InvalidArgument(f"{_open} is open already; close it before the next tdx.init()")
+    communicator = open_comm(comm)
+    undo = Undo()
+    try:
+        world = _bring_up(communicator, backend, heap_bytes, timeout_s, on_peer_failure, undo)
+    except BaseException as error:
+        for failure in undo.rollback():
+            error.add_note(f"while undoing: {failure!r}")
+        raise
+    finally:
+        close_comm(communicator)
+    _open = world
+    return world
+
+
+def _bring_up(
+    comm: Comm,
+    backend: str | None,
+    heap_bytes: int | None,
+    timeout_s: float,
+    on_peer_failure: str,
+    undo: Undo,
+) -> World:
+    topology = discover(comm)
+    chosen = _together(comm, "tdx.init", lambda: _checked(backend, heap_bytes, timeout_s, on_peer_failure))
+    settings = f"backend={chosen}, heap_bytes={heap_bytes}, timeout_s={timeout_s}, " + (
+        f"on_peer_failure={on_peer_failure}"
+    )
+    _agree(comm, settings)
+    backends.announce(backend, chosen, topology.rank)
+    driver = _together(comm, "opening the device", lambda: backends.open_driver(chosen, topology))
+    undo.add(driver.close)
+    memory = min(int(m) for m in comm.allgather(str(driver.info.memory_bytes).encode()))
+    # connecting and the first message need a deadline even when waits have none
+    mesh = Mesh.connect(comm, timeout_s or 30.0)
+    undo.add(mesh.close)
+    channel = HostChannel(mesh, timeout_s)
+    undo.add(channel.close)
+    driver.set_timeout(timeout_s)
+    driver.install()
+    undo.add(driver.uninstall)
+    world = World(topology, channel, driver, heap_bytes, memory, timeout_s, undo)
+    world.own(undo)
+    channel.barrier("tdx.init")
+    return world
+
+
+def _checked(
+    backend: str | None, heap_bytes: int | None, timeout_s: float, on_peer_failure: str
+) -> str:
+    if heap_bytes is not None and (
+        isinstance(heap_bytes, bool) or not isinstance(heap_bytes, int) or heap_bytes < 256
+    ):
+        raise InvalidArgument(f"heap_bytes must be an int of at least 256 bytes, got {heap_bytes!r}")
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, (int, float))
+        or not 0 <= timeout_s < math.inf
+    ):
+        raise InvalidArgument(f"timeout_s must be a number of seconds >= 0, got {timeout_s!r}")
+    if on_peer_failure not in _POLICIES:
+        raise InvalidArgument(f"on_peer_failure={on_peer_failure!r} is not one of {_POLICIES}")
+    return backends.choose(backend)
+
+
+def _together(comm: Comm, what: str, step: Any) -> Any:
+    """Run a local step on every rank; if one fails, every rank raises."""
+    result, error = None, None
+    try:
+        result = step()
+    except TdxError as caught:
+        error = caught
+    outcomes = comm.allgather(pack_error(error))
+    if error is not None:
+        raise error
+    try:
+        raise_for_peers(dict(enumerate(outcomes)), what)
+    except TdxError:
+        close = getattr(result, "close", None)
+        if close is not None:
+            close()
+        raise
+    return result
+
+
+def _agree(comm: Comm, settings: str) -> None:
+    """Raise InvalidArgument on every rank unless all passed the same values."""
+    given = [text.decode() for text in comm.allgather(settings.encode())]
+    if len(set(given)) > 1:
+        table = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(given))
+        raise InvalidArgument(f"tdx.init: ranks passed different values:\n{table}")

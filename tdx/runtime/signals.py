@@ -1,0 +1,86 @@
+"""What kernels are told of the world: handles and channels, and where a signal belongs.
+
+A handle lets device code know rank, size, stride and fault word; a channel is a set of signals
+in symmetric memory with epochs kept on the device. Layouts: tdx/abi.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tdx import abi
+from tdx.runtime.block import SymmetricBlock
+from tdx.runtime.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from tdx.runtime.array import Array
+    from tdx.runtime.faults import Pointer
+    from tdx.runtime.world import Group, World
+
+__all__ = ["Channel", "Handle", "Site", "Sites", "make_channel"]
+
+_MAX_BLOCKS = 1 << 16
+
+
+class Handle(NamedTuple):
+    """A kernel argument: what device functions take as `world`. See tdx/abi.py."""
+
+    control: Pointer
+    packed: int
+    stride: int
+    is_team: Any  # constexpr
+
+
+class Channel(NamedTuple):
+    """A kernel argument: what device functions take as `channel`. See tdx/abi.py."""
+
+    words: Array  # symmetric int32
+    control: Pointer
+    packed: int
+
+
+@dataclass
+class Site:
+    """To whom a piece of symmetric memory belongs, for messages."""
+
+    operation: str
+    signal: str
+    calls: int = 0
+    location: str = ""
+
+
+class Sites:
+    """Offsets in the own heap -> the site of the block there. Blocks remove themselves."""
+
+    def __init__(self) -> None:
+        self._sites: dict[int, tuple[int, Site]] = {}
+
+    def add(self, offset: int, nbytes: int, site: Site) -> None:
+        self._sites[offset] = (nbytes, site)
+
+    def remove(self, offset: int) -> None:
+        self._sites.pop(offset, None)
+
+    def find(self, offset: int) -> Site:
+        """The site of the block that holds byte `offset`, with the word's index in its name."""
+        for start, (nbytes, site) in list(self._sites.items()):
+            if start <= offset < start + nbytes:
+                word = f"{site.signal}[{(offset - start) // 4}]"
+                return Site(site.operation, word, site.calls, site.location)
+        return Site("kernel", f"heap offset {offset:#x}")
+
+
+def make_channel(world: World, group: Group, blocks: int, site: Site) -> Channel:
+    """Signals for `blocks` blocks of every rank of `group`, zeroed. Collective, not agreed here.
+
+    The caller must have all ranks of the group meet before a peer's first use.
+    """
+    if not isinstance(blocks, (int, np.integer)) or not 1 <= blocks <= _MAX_BLOCKS:
+        raise InvalidArgument(f"a channel takes 1 to {_MAX_BLOCKS} blocks, got {blocks!r}")
+    words = abi.channel_words(int(blocks), group.size)
+    array = world.allocate_runtime((words,), np.dtype(np.int32), site)
+    assert isinstance(array._block, SymmetricBlock)
+    return Channel(array, world.faults.control, abi.pack_channel(int(blocks)))

@@ -1,0 +1,114 @@
+"""Streams and events, and what users may pass as `stream=`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from tdx.runtime.errors import Closed, InvalidArgument
+
+if TYPE_CHECKING:
+    from tdx.runtime.driver.base import Driver
+
+__all__ = ["Event", "Stream", "stream_handle"]
+
+
+class Event:
+    """A point in a stream, made by `Stream.record`."""
+
+    def __init__(self, driver: Driver, stream: int):
+        self._driver = driver
+        self.handle = driver.event_create(timing=True)
+        self._finalizer = weakref.finalize(self, driver.event_destroy, self.handle)
+        driver.event_record(self.handle, stream)
+
+    def wait(self) -> None:
+        """Block the calling thread until the point is reached."""
+        self._driver.event_synchronize(self.handle)
+
+    def query(self) -> bool:
+        """Whether the point is reached."""
+        return self._driver.event_query(self.handle)
+
+    def elapsed(self, later: Event) -> float:
+        """Milliseconds from this event to `later`; both must be reached."""
+        return self._driver.event_elapsed(self.handle, later.handle)
+
+
+class Stream:
+    """A queue of device work, run in order. Made by `world.new_stream`.
+
+    Attributes
+    ----------
+    handle : int
+        The driver's stream, as `__cuda_stream__` gives it.
+    """
+
+    def __init__(self, driver: Driver, priority: int = 0):
+        self._driver = driver
+        self.handle = driver.stream_create(priority)
+        self._open = True
+
+    def wait(self, other: Stream | Event | Any) -> None:
+        """Later work of this stream waits for what `other` (a stream or event) holds now."""
+        self._check()
+        if isinstance(other, Event):
+            self._driver.stream_wait(self.handle, other.handle)
+            return
+        order(self._driver, stream_handle(other), self.handle)
+
+    def record(self) -> Event:
+        """An event that is reached when the work queued so far is done."""
+        self._check()
+        return Event(self._driver, self.handle)
+
+    def synchronize(self) -> None:
+        """Wait for the work queued so far; raises the error of a kernel that failed."""
+        self._check()
+        self._driver.stream_synchronize(self.handle)
+
+    def close(self) -> None:
+        """Destroy the stream once its work is done; repeated calls do nothing."""
+        if self._open:
+            self._open = False
+            self._driver.stream_destroy(self.handle)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def _check(self) -> None:
+        if not self._open:
+            raise Closed("the stream was closed with its world")
+
+
+def order(driver: Driver, before: int, after: int) -> None:
+    """Later work of stream `after` waits for what is queued on stream `before` now."""
+    if before == after:
+        return
+    event = driver.event_create(timing=False)
+    try:
+        driver.event_record(event, before)
+        driver.stream_wait(after, event)
+    finally:
+        driver.event_destroy(event)
+
+
+def stream_handle(stream: Any) -> int:
+    """The driver's handle of a Stream, an int, `__cuda_stream__`, a CuPy or a torch stream."""
+    if isinstance(stream, Stream):
+        stream._check()
+        return stream.handle
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        # a method by the protocol; some libraries have it as an attribute
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for name in ("cuda_stream", "ptr"):  # torch, CuPy
+        value = getattr(stream, name, None)
+        if isinstance(value, int):
+            return value
+    raise InvalidArgument(
+        f"stream={stream!r} is not a stream; pass a tdx, CuPy or PyTorch stream, an int handle, "
+        "or an object with __cuda_stream__"
+    )

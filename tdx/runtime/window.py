@@ -1,0 +1,192 @@
+"""The window: one reserved address range in which every rank's heap is mapped.
+
+Byte b of rank r's heap is at `base + r * stride + b` in every process, so a peer's copy of
+anything is one addition away. The range of a rank is divided into two regions, each with its
+own allocator and grown on its own: `runtime` for workspaces and channels, `user` for arrays.
+Growing maps another piece of physical memory at the same offset on all ranks, collectively;
+base and stride never change.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tdx.runtime.errors import Closed, HeapExhausted
+from tdx.runtime.heap import Heap, HeapFull, format_bytes
+from tdx.runtime.undo import Undo
+
+if TYPE_CHECKING:
+    from tdx.runtime.driver.base import Driver
+    from tdx.runtime.host_channel import HostChannel
+
+__all__ = ["Region", "Window"]
+
+_LARGEST_STEP = 1 << 30  # a region doubles as it grows, by at most this much at once
+
+
+class Window:
+    """Reserves the addresses; regions map memory into them.
+
+    Owns the reservation, every mapping and every handle, and releases them in `close`.
+    """
+
+    def __init__(self, driver: Driver, channel: HostChannel, rank: int, size: int):
+        self._driver = driver
+        self.channel = channel
+        self.rank = rank
+        self.size = size
+        self.stride = driver.default_stride()
+        self.base = driver.addr_reserve(self.stride * size)
+        self._mappings: list[tuple[int, int]] = []  # (offset, bytes), mapped for all ranks
+        self.closed = False
+
+    def address(self, rank: int, offset: int = 0) -> int:
+        """Where byte `offset` of rank `rank`'s heap is mapped here."""
+        return self.base + rank * self.stride + offset
+
+    def rank_of(self, address: int) -> tuple[int, int] | None:
+        """(rank, offset) of an address inside the window, else None."""
+        rank, offset = divmod(address - self.base, self.stride)
+        return (rank, offset) if 0 <= rank < self.size else None
+
+    def granularity(self) -> int:
+        return self._driver.granularity()
+
+    def map(self, offset: int, nbytes: int, what: str) -> None:
+        """Put memory behind [offset, offset + nbytes) of every rank's heap. Collective.
+
+        A failure on any rank raises on every rank and leaves nothing mapped.
+        """
+        driver, channel = self._driver, self.channel
+        with channel.busy(what), Undo() as undo:
+
+            def create() -> int:
+                handle = driver.mem_create(nbytes)
+                undo.add(driver.mem_release, handle)
+                fd = driver.mem_export(handle)
+                undo.add(os.close, fd)
+                return fd
+
+            fd = channel.together(create, what)
+            fds = channel.exchange_fds(fd, what)
+
+            def map_all() -> None:
+                for peer, theirs in enumerate(fds):
+                    assert theirs is not None
+                    handle = driver.mem_import(theirs, nbytes)
+                    try:
+                        address = self.address(peer, offset)
+                        driver.mem_map(address, nbytes, handle)
+                        undo.add(driver.mem_unmap, address, nbytes)
+                    finally:
+                        driver.mem_release(handle)  # the mapping keeps the memory
+
+            try:
+                channel.together(map_all, what)
+            finally:
+                for theirs in fds:
+                    if theirs is not None:
+                        os.close(theirs)
+            undo.forget(driver.mem_unmap)
+            self._mappings.append((offset, nbytes))
+
+    def detach(self) -> None:
+        """Refuse further use of arrays, but keep the memory mapped until `close`."""
+        self.closed = True
+
+    def close(self) -> None:
+        """Unmap everything. Arrays and their views must not be used afterwards."""
+        if not self.base:
+            return
+        self.closed = True
+        for offset, nbytes in self._mappings:
+            for rank in range(self.size):
+                self._driver.mem_unmap(self.address(rank, offset), nbytes)
+        self._mappings.clear()
+        base, self.base = self.base, 0
+        self._driver.addr_free(base, self.stride * self.size)
+
+
+class Region:
+    """A part of every rank's heap with an allocator of its own.
+
+    Allocation is local arithmetic, the same on every rank. Only a full region communicates:
+    ranks agree on the blocks that all of them have dropped, reclaim those, and then grow.
+    """
+
+    def __init__(self, window: Window, name: str, start: int, first_bytes: int, limit_bytes: int):
+        self.window = window
+        self.name = name
+        self.start = start
+        granularity = window.granularity()
+        self._limit = limit_bytes
+        mapped_limit = -(-limit_bytes // granularity) * granularity
+        first_bytes = min(-(-first_bytes // granularity) * granularity, mapped_limit)
+        window.map(start, first_bytes, f"{name} heap of {format_bytes(first_bytes)}")
+        self._mapped = first_bytes
+        self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes)
+        # what to try before giving up: releases plans that nobody refers to any more
+        self.before_reclaim: Callable[[], None] = lambda: None
+
+    def allocate(self, nbytes: int, label: str) -> int:
+        """Offset (from the rank's heap start) of a new block; HeapExhausted on every rank."""
+        if self.window.closed:
+            raise Closed("the world is closed")
+        try:
+            return self.start + self.heap.allocate(nbytes, label)
+        except HeapFull:
+            self.before_reclaim()
+            self._reclaim(label)
+        try:
+            return self.start + self.heap.allocate(nbytes, label)
+        except HeapFull as full:
+            self._grow(full, label)
+        return self.start + self.heap.allocate(nbytes, label)
+
+    def _reclaim(self, label: str) -> None:
+        mine = self.heap.dropped()
+        payload = struct.pack(f"<{len(mine)}Q", *mine)
+        everybody = self.window.channel.allgather(payload, f"{self.name} heap is full at {label}")
+        agreed = set(mine)
+        for theirs in everybody:
+            agreed &= {offset for (offset,) in struct.iter_unpack("<Q", theirs)}
+        self.heap.reclaim(sorted(agreed))
+
+    def _grow(self, full: HeapFull, label: str) -> None:
+        heap = self.heap
+        room = heap.limit - heap.capacity
+        if full.shortfall > room:
+            raise self._exhausted(full, label, "")
+        granularity = self.window.granularity()
+        least = self._rounded(heap.capacity + full.shortfall) - self._mapped
+        most = self._rounded(min(heap.limit, heap.capacity + min(heap.capacity, _LARGEST_STEP)))
+        steps = sorted({least, max(least, most - self._mapped)}, reverse=True)
+        for i, step in enumerate(steps):
+            if step <= 0:
+                break
+            try:
+                what = f"{self.name} heap grows by {format_bytes(step)}"
+                self.window.map(self.start + self._mapped, step, what)
+                self._mapped += step
+                break
+            except HeapExhausted as error:
+                if i == len(steps) - 1:
+                    raise self._exhausted(full, label, f" ({error})") from error
+        assert self._mapped % granularity == 0
+        heap.extend(min(self._mapped, heap.limit) // 256 * 256 - heap.capacity)
+
+    def _rounded(self, nbytes: int) -> int:
+        granularity = self.window.granularity()
+        return -(-nbytes // granularity) * granularity
+
+    def _exhausted(self, full: HeapFull, label: str, why: str) -> HeapExhausted:
+        heap = self.heap
+        return HeapExhausted(
+            f"{self.name} heap: {format_bytes(full.requested)} requested for {label}, "
+            f"{format_bytes(heap.free_bytes)} free of {format_bytes(heap.capacity)} in the "
+            f"largest piece of {format_bytes(heap.largest_free)}, limit "
+            f"{format_bytes(heap.limit)}{why}; free arrays or pass a larger heap_bytes= to tdx.init"
+        )

@@ -1,0 +1,393 @@
+"""The world: this process's view of all ranks, their symmetric memory and its own device."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tdx import abi
+from tdx.runtime import dlpack, dtypes
+from tdx.runtime.array import Array
+from tdx.runtime.block import Block, Exports, LocalBlock, SymmetricBlock
+from tdx.runtime.copies import Copies
+from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError, Unsupported
+from tdx.runtime.faults import Faults
+from tdx.runtime.group import Group, Team, check_rank, make_handle
+from tdx.runtime.signals import Channel, Site, Sites, make_channel
+from tdx.runtime.stream import Stream, stream_handle
+from tdx.runtime.undo import Undo
+from tdx.runtime.window import Region, Window
+
+if TYPE_CHECKING:
+    from tdx.runtime.driver.base import Driver
+    from tdx.runtime.graph import Graph
+    from tdx.runtime.host_channel import HostChannel
+    from tdx.runtime.topology import Topology
+
+__all__ = ["World"]
+
+_FIRST_RUNTIME_BYTES = 2 << 20
+_FIRST_USER_BYTES = 64 << 20
+
+
+class World(Group):
+    """Made by `tdx.init`; closed by `close` or at the end of a `with` block.
+
+    Attributes
+    ----------
+    rank, size, local_rank : int
+        Number of this process, how many there are, and its number on this host.
+    backend : str
+        "host", "cuda" or "hip".
+    device : DeviceInfo
+        The device of this rank.
+    stream : Stream
+        Where work goes that names no stream.
+    handle : Handle
+        The kernel argument through which device functions know rank, size, stride, fault word.
+    timeout_s : float
+        Deadline of every wait in seconds; 0: none.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        channel: HostChannel,
+        driver: Driver,
+        heap_bytes: int | None,
+        memory_bytes: int,
+        timeout_s: float,
+        undo: Undo,
+    ):
+        self.world = self
+        self.rank = topology.rank
+        self.size = topology.size
+        self.local_rank = topology.local_rank
+        self.ranks = tuple(range(topology.size))
+        self.index = 0
+        self.timeout_s = timeout_s
+        self.channels = channel
+        self.driver = driver
+        self.device = driver.info
+        self.backend = driver.info.backend
+        self.closed = False
+        self.recording: Graph | None = None
+        self.plans: dict[Any, Any] = {}  # one-line functions keep their plans here
+        self._exports = Exports()
+        self._sites = Sites()
+        self._teams: dict[int, tuple[int, ...]] = {0: self.ranks}
+        self._allocations = 0
+        self._streams: list[Stream] = []
+
+        self.window = Window(driver, channel, self.rank, self.size)
+        undo.add(self.window.close)
+        limit = min(heap_bytes or memory_bytes, self.window.stride // 2) // 256 * 256
+        self.runtime_region = Region(
+            self.window, "runtime", 0, _FIRST_RUNTIME_BYTES, min(memory_bytes, self.window.stride // 2)
+        )
+        self.user_region = Region(
+            self.window, "user", self.window.stride // 2, min(_FIRST_USER_BYTES, limit), limit
+        )
+        self.user_region.before_reclaim = self.plans.clear
+        self.stream = self.new_stream()
+        driver.set_current_stream(self.stream.handle)
+        self.faults = Faults(self, timeout_s)
+        undo.add(self.faults.close)
+        self.copies = Copies(self)
+        self.handle = make_handle(self, self.rank, self.size, 0)
+
+    # ---- arrays
+    def empty(
+        self, shape: Any, dtype: Any, symmetric: bool = True, name: str | None = None
+    ) -> Array:
+        """An array with undefined contents.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+        dtype
+            Anything with a dtype tdx has: NumPy's, ml_dtypes', names, Triton's, torch's.
+        symmetric : bool
+            True: at the same heap offset on every rank; every rank makes the same calls in the
+            same order. False: local device memory.
+        name : str, optional
+            For messages.
+
+        Raises HeapExhausted (on every rank), InvalidArgument, DtypeError, Closed.
+        """
+        self.check()
+        kind = dtypes.resolve(dtype)
+        extents = _check_shape(shape)
+        nbytes = int(np.prod(extents, dtype=object)) * kind.itemsize
+        self._allocations += symmetric
+        label = name or f"array{self._allocations if symmetric else ''}"
+        block: Block
+        if symmetric:
+            block = self._symmetric(self.user_region, nbytes, label, Site("kernel", label))
+        else:
+            handle = self.driver.current_stream()
+            block = LocalBlock(self.driver, self._exports, nbytes, label, handle)
+        strides = dlpack.row_major(extents, kind.itemsize)
+        return Array(self, block, block.address, extents, strides, kind)
+
+    def zeros(
+        self, shape: Any, dtype: Any, symmetric: bool = True, name: str | None = None
+    ) -> Array:
+        """An array of zeros; see `empty`. The fill is queued on the current stream.
+
+        A peer may read or signal a symmetric array only after this rank has filled it: call
+        `world.barrier()` before the first kernel that lets peers do so.
+        """
+        array = self.empty(shape, dtype, symmetric, name)
+        self._fill_zero(array)
+        return array
+
+    def array(self, source: Any, symmetric: bool = True, name: str | None = None) -> Array:
+        """A copy of a NumPy array, a tdx array, or any DLPack producer; see `empty`."""
+        if not isinstance(source, Array):
+            if not hasattr(source, "__dlpack__"):
+                source = np.asarray(source)
+            else:
+                source = dlpack.import_array(source)
+                source = dlpack.numpy_view(
+                    source.owner, source.address, source.shape, source.strides, source.dtype
+                )
+        array = self.empty(source.shape, source.dtype, symmetric, name)
+        return array.copy_from(source)
+
+    def allocate_runtime(self, shape: tuple[int, ...], dtype: np.dtype, site: Site) -> Array:
+        """A zeroed symmetric array in the runtime's own region, for plans and channels."""
+        nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        label = f"{site.operation} {site.signal}"
+        block = self._symmetric(self.runtime_region, nbytes, label, site)
+        strides = dlpack.row_major(shape, dtype.itemsize)
+        array = Array(self, block, block.address, shape, strides, dtype)
+        self._fill_zero(array)
+        return array
+
+    def _symmetric(self, region: Region, nbytes: int, label: str, site: Site) -> SymmetricBlock:
+        block = SymmetricBlock(self.driver, self._exports, region, nbytes, label)
+        self._sites.add(block.offset, nbytes, site)
+        weakref.finalize(block, self._sites.remove, block.offset).atexit = False
+        return block
+
+    def _fill_zero(self, array: Array) -> None:
+        if array.size:
+            stream = self.driver.current_stream()
+            array._block.enter(stream)
+            self.driver.fill(array._address, 0, array.nbytes, stream)
+
+    def register(self, array: Any) -> Array:
+        """A foreign device allocation as a symmetric array. Not offered yet: Unsupported."""
+        raise Unsupported(
+            "world.register: foreign allocations cannot become symmetric yet; copy the data into "
+            "a symmetric array with world.array(x)"
+        )
+
+    # ---- groups, signals, streams
+    def team(self, ranks: Sequence[int]) -> Team | None:
+        """A team of the given world ranks, in that order. Called by every rank of the world.
+
+        Members get the team, others None. Raises InvalidArgument, CollectiveMismatch.
+        """
+        self.check()
+        members = tuple(check_rank(rank, self.size, "team rank") for rank in ranks)
+        refused = None
+        if not members or len(set(members)) != len(members):
+            refused = InvalidArgument(f"a team needs one or more different ranks, got {members}")
+        elif len(self._teams) > abi.MAX_TEAMS:
+            refused = Unsupported(f"a world has at most {abi.MAX_TEAMS} teams")
+        self.channels.agree(f"team({list(members)})", refused)
+        index = len(self._teams)
+        self._teams[index] = members
+        self.faults.set_table(index, members)
+        return Team(self, members, index) if self.rank in members else None
+
+    def group(self, team: Group | None) -> Group:
+        """The group for a `team=` argument: None is the world itself."""
+        if team is None:
+            return self
+        if not isinstance(team, Group) or team.world is not self:
+            raise InvalidArgument(f"team={team!r} is not a team of this world")
+        return team
+
+    def team_ranks(self, index: int) -> tuple[int, ...]:
+        """World ranks of team `index`; empty when there is no such team."""
+        return self._teams.get(index, ())
+
+    def channel(self, blocks: int, team: Group | None = None) -> Channel:
+        """Signals with a device-side epoch, for kernels of one's own with `blocks` blocks.
+
+        Called by every rank of the team; pass the result to the kernel. Raises InvalidArgument,
+        CollectiveMismatch.
+        """
+        self.check()
+        group = self.group(team)
+        refused, result = None, None
+        try:
+            site = Site("kernel", f"channel({blocks})")
+            if not isinstance(blocks, (int, np.integer)) or blocks < 1:
+                raise InvalidArgument(f"a channel takes 1 or more blocks, got {blocks!r}")
+        except TdxError as error:
+            refused = error
+        self.channels.agree(f"channel(blocks={blocks})", refused, members=group.ranks)
+        result = make_channel(self, group, blocks, site)
+        self.meet("channel", group)
+        return result
+
+    def meet(self, what: str, group: Group | None = None) -> None:
+        """Wait for this rank's device, then for all ranks of the group."""
+        self.synchronize()
+        self.channels.barrier(what, members=(group or self).ranks)
+
+    def signal_site(self, address: int) -> Site:
+        """To whom the signal at an address of the window belongs."""
+        place = self.window.rank_of(address)
+        return self._sites.find(place[1] if place else -1)
+
+    def new_stream(self, priority: int = 0) -> Stream:
+        """A stream of this world's device; a lower number is a higher priority."""
+        stream = Stream(self.driver, priority)
+        self._streams.append(stream)
+        return stream
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Plain `kernel[grid](...)` launches of this thread go to `stream` inside the block."""
+        self.check()
+        outer = self.driver.current_stream()
+        self.driver.set_current_stream(stream_handle(stream))
+        try:
+            yield
+        finally:
+            self.driver.set_current_stream(outer)
+
+    # ---- waiting and errors
+    def barrier(self) -> None:
+        """Host barrier: after this rank's pending work, wait for all ranks.
+
+        Raises a pending fault, PeerTimeout, PeerLost, CollectiveMismatch.
+        """
+        self.check()
+        self.synchronize()
+        self.channels.barrier("barrier")
+
+    def synchronize(self) -> None:
+        """Wait for all streams of this rank's device. Raises a pending fault, DriverError."""
+        self._check_open()
+        with self.surfacing():
+            self.driver.synchronize()
+        self.faults.check()
+
+    def check(self) -> None:
+        """Raise a pending fault without waiting for anything; Closed after `close`."""
+        if self.closed:
+            self._check_open()
+        self.faults.check()
+
+    def waiting_programs(self) -> list[str]:
+        """On the host tier: which programs waited for what when the first wait gave up."""
+        executor = getattr(self.driver, "executor", None)
+        return list(executor.waiting) if executor is not None else []
+
+    @contextlib.contextmanager
+    def surfacing(self) -> Iterator[None]:
+        """A fault that stands explains a failing driver call better than its own error."""
+        try:
+            yield
+        except DriverError:
+            self.faults.check()
+            raise
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise Closed("the world is closed; call tdx.init() for a new one")
+
+    def recover(self) -> World:
+        """A new world of the ranks that are left. Not offered yet: Unsupported."""
+        raise Unsupported("world.recover is not there yet; close the world and start the job again")
+
+    # ---- the end
+    def close(self) -> None:
+        """Wait for the device and for the other ranks, then give everything back. Collective.
+
+        Arrays, plans, streams and graphs of the world cannot be used afterwards. Memory that a
+        consumer of an export still holds stays mapped until it is dropped, and ResourceWarning
+        says so. Repeated calls do nothing.
+        """
+        self._close(meet=True)
+
+    def _close(self, meet: bool) -> None:
+        if self.closed:
+            return
+        failure: BaseException | None = None
+        try:
+            if meet:
+                self.synchronize()
+                self.channels.barrier("close")
+        except TdxError as error:
+            failure = error
+        self.closed = True
+        self.plans.clear()
+        for error in self._release():
+            failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _release(self) -> list[BaseException]:
+        """Give everything back, whatever fails."""
+        undo = self._teardown
+        if len(self._exports):
+            warnings.warn(
+                f"tdx world closed while {len(self._exports)} exported array(s) are still held; "
+                "their memory stays mapped until they are dropped",
+                ResourceWarning,
+                stacklevel=4,
+            )
+            undo.forget(self.window.close)
+            self._exports.on_last = self.window.close
+            self.window.detach()
+        undo.add(self._close_streams)
+        return undo.rollback()
+
+    def _close_streams(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    def own(self, teardown: Undo) -> None:
+        """Take over how to undo what init did; `close` runs it."""
+        self._teardown = teardown
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # peers may never come: do not wait for them, and let the error through
+        with contextlib.suppress(TdxError):
+            self._close(meet=False)
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"<tdx.World rank {self.rank} of {self.size}, {self.backend}{state}>"
+
+
+def _check_shape(shape: Any) -> tuple[int, ...]:
+    extents = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+    for n in extents:
+        if isinstance(n, (bool, np.bool_)) or not isinstance(n, (int, np.integer)) or n < 0:
+            raise InvalidArgument(f"shape {shape!r}: extents must be ints >= 0")
+    return tuple(int(n) for n in extents)

@@ -1,0 +1,121 @@
+"""Collects rank cases (tests/ranks/cases/*.py) as tests; see tests/helpers/cases.py."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cases import expand, options_of
+from tests.helpers.jobs import ROOT, CaseFailure, Jobs, Request, Skipped
+
+_CASES = ROOT / "tests" / "ranks" / "cases"
+_JOBS = pytest.StashKey[Jobs]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tdx-backend",
+        choices=("host", "cuda", "hip"),
+        default="host",
+        help="backend of the rank cases; on GPUs worlds are at most as large as their number",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_JOBS] = Jobs(config.getoption("--tdx-backend"))
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if file_path.suffix == ".py" and file_path.parent == _CASES:
+        return CaseFile.from_parent(parent, path=file_path)
+    return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Rank cases last, those of one world size together: they share a job."""
+    items.sort(key=lambda item: item.order if isinstance(item, CaseItem) else (0, 0))
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The last case of a job answers for the job's end."""
+    if isinstance(item, CaseItem) and getattr(nextitem, "order", None) != item.order:
+        item.config.stash[_JOBS].close()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    session.config.stash[_JOBS].kill()
+
+
+class CaseFile(pytest.File):
+    """A module of rank cases."""
+
+    def collect(self) -> Iterator[CaseItem]:
+        relative = self.path.relative_to(ROOT).with_suffix("")
+        module = importlib.import_module(".".join(relative.parts))
+        largest = _largest_world(self.config.getoption("--tdx-backend"))
+        for name, case in vars(module).items():
+            if not name.startswith("case_") or case.__module__ != module.__name__:
+                continue
+            found = list(expand(case))
+            if len(dict(found)) < len(found):
+                raise self.CollectError(f"{name}: two parameter sets have the same id")
+            for parameters, _ in found:
+                for size in options_of(case).worlds:
+                    if size <= largest:
+                        label = f"{name}[{parameters}{'-' if parameters else ''}w{size}]"
+                        yield CaseItem.from_parent(
+                            self, name=label, case=case, parameters=parameters, size=size
+                        )
+
+
+class CaseItem(pytest.Item):
+    """One case on one world size."""
+
+    def __init__(self, *, case: Any, parameters: str, size: int, **rest: Any):
+        super().__init__(**rest)
+        options = options_of(case)
+        self.order = (2 if options.isolated else 1, size)
+        self.request = Request(
+            id=self.nodeid,
+            module=case.__module__,
+            name=case.__name__,
+            parameters=parameters,
+            size=size,
+            limit_s=options.limit_s,
+            isolated=options.isolated,
+            dies=options.dies,
+        )
+        self.add_marker(pytest.mark.timeout(options.limit_s + 120))  # the job's own limit acts first
+        for mark in getattr(case, "pytestmark", []):
+            if mark.name != "parametrize":
+                self.add_marker(getattr(pytest.mark, mark.name)(*mark.args, **mark.kwargs))
+
+    def runtest(self) -> None:
+        jobs = self.config.stash[_JOBS]
+        try:
+            jobs.run(self.request)
+        except Skipped as skipped:
+            pytest.skip(str(skipped))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, CaseFailure):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, self.name
+
+
+def _largest_world(backend: str) -> int:
+    if backend == "host":
+        return 1 << 30
+    command = ["nvidia-smi", "-L"] if backend == "cuda" else ["rocm-smi", "--showid", "--csv"]
+    needle = "GPU " if backend == "cuda" else "card"
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return sum(line.startswith(needle) for line in done.stdout.splitlines())

@@ -1,0 +1,75 @@
+"""The case runner reports every way in which a case can fail, and goes on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.helpers.jobs import CaseFailure, Jobs, Request, Skipped
+
+
+@pytest.fixture()
+def jobs():
+    jobs = Jobs("host")
+    yield jobs
+    jobs.kill()
+
+
+def request_for(name: str, size: int = 2, limit_s: float = 30.0, dies: tuple[int, ...] = ()):
+    return Request(
+        id=name,
+        module="tests.helpers.failing_cases",
+        name=name,
+        parameters="",
+        size=size,
+        limit_s=limit_s,
+        isolated=False,
+        dies=frozenset(dies),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("case_raises_on_one", ["rank 1 of 2", "AssertionError", "answer = 42", "[1] said before"]),
+        ("case_others_wait", ["first cause", "rank 1 of 2 still ran", "in case_others_wait"]),
+        ("case_crashes", ["rank 1 of 2 ended", "was killed by SIGSEGV", "in case_crashes"]),
+        ("case_exits", ["rank 1 of 2", "SystemExit: 3"]),
+        ("case_ends_at_once", ["rank 1 of 2 ended"]),
+        ("case_skips_on_one", ["rank 1 skipped"]),
+    ],
+)
+def test_failures_name_rank_and_cause(jobs, name, words):
+    with pytest.raises(CaseFailure) as failure:
+        jobs.run(request_for(name))
+    for word in words:
+        assert word in str(failure.value)
+    jobs.run(request_for("case_passes"))  # in a fresh job
+    jobs.close()
+
+
+def test_hang_ends_at_the_limit_with_stacks(jobs):
+    started = time.monotonic()
+    with pytest.raises(CaseFailure, match="rank 1 of 2 still ran after 2 s") as failure:
+        jobs.run(request_for("case_hangs", limit_s=2.0))
+    assert time.monotonic() - started < 10
+    assert "in case_hangs" in str(failure.value)
+
+
+def test_rank_that_was_to_die_must(jobs):
+    with pytest.raises(CaseFailure, match="rank 1 was to end"):
+        jobs.run(request_for("case_passes", dies=(1,)))
+
+
+def test_skip(jobs, monkeypatch):
+    with pytest.raises(Skipped, match="not here"):
+        jobs.run(request_for("case_skips"))
+    jobs.close()
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(Skipped, match="no compiler"):
+        jobs.run(request_for("case_lacks"))
+    jobs.close()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(CaseFailure, match="nothing may be missing: no compiler"):
+        jobs.run(request_for("case_lacks"))
