@@ -23,8 +23,12 @@ __version__ = "0.1.0"
 
 # where each public name lives; loaded when first used, so that `import tdx` stays cheap
 _HOMES = {
+    "AllReduce": "tdx.kernels.all_reduce",
     "Array": "tdx.runtime.array",
+    "Barrier": "tdx.kernels.barrier",
     "World": "tdx.runtime.world",
+    "all_reduce": "tdx.kernels.all_reduce",
+    "barrier": "tdx.kernels.barrier",
     "graph": "tdx.runtime.graph",
     "init": "tdx.runtime.init",
     "language": "tdx.language",

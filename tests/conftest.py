@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.cases import expand, options_of
-from tests.helpers.jobs import ROOT, CaseFailure, Jobs, Request, Skipped
+from tests.helpers.commands import ROOT
+from tests.helpers.jobs import CaseFailure, Jobs, Request, Skipped
 
 _CASES = ROOT / "tests" / "ranks" / "cases"
 _JOBS = pytest.StashKey[Jobs]()
@@ -91,7 +92,8 @@ class CaseItem(pytest.Item):
             isolated=options.isolated,
             dies=options.dies,
         )
-        self.add_marker(pytest.mark.timeout(options.limit_s + 120))  # the job's own limit acts first
+        # The job's own limit acts first.
+        self.add_marker(pytest.mark.timeout(options.limit_s + 120))
         for mark in getattr(case, "pytestmark", []):
             if mark.name != "parametrize":
                 self.add_marker(getattr(pytest.mark, mark.name)(*mark.args, **mark.kwargs))

@@ -69,12 +69,11 @@ def symm_at(ptr, peer, world):
     world : handle
 
     Returns a pointer of the same type; with a block of peers a block of pointers. Heaps lie at
-    multiples of 16 bytes from each other, so loads and stores through the result are as wide as
+    large powers of two from each other, so loads and stores through the result are as wide as
     through `ptr`. The arithmetic is 64-bit whatever the stride.
     """
     size: tl.constexpr = bytes_per_element(ptr)
-    distance = heap_distance(peer, world) // size
-    return ptr + _aligned(distance)
+    return ptr + tl.multiple_of(heap_distance(peer, world) // size, 16)
 
 
 @triton.jit
@@ -93,10 +92,5 @@ def consume_token(value, token):
         if is_floating(value):
             result = value + zero.to(value.dtype)
         else:
-            result = value + _aligned(zero)
+            result = value + zero * 16  # 16 times 0, so that the compiler keeps the alignment
     return result
-
-
-@triton.jit
-def _aligned(distance):
-    return tl.multiple_of(distance, 16)

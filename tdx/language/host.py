@@ -1,7 +1,7 @@
 """The host tier's lowerings: what the interpreter cannot do with plain Triton operations.
 
-A waiting program must let the other programs of its process run, so waits go to the `executor`,
-which the runtime of the host tier sets before it launches anything.
+A waiting program must let the other programs of its process run, so waits go to the executor,
+`abi.host_executor`, which the runtime of the host tier sets before it launches anything.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from triton.language import core
 
+from tdx import abi
 from tdx.language._intrinsic import host_tensor, intrinsic, unwrap
 
 
@@ -52,9 +53,6 @@ class Executor(Protocol):
 
     def fault(self, control: int) -> bool:
         """Does a fault stand?"""
-
-
-executor: Executor | None = None
 
 
 @intrinsic
@@ -116,12 +114,12 @@ def no_fault(control, _semantic=None):
 
 
 def _running() -> Executor:
-    if executor is None:
+    if abi.host_executor is None:
         raise RuntimeError(
             "tdx.language runs on the CPU only inside the host tier: call "
             'tdx.init(backend="host") before launching the kernel'
         )
-    return executor
+    return abi.host_executor
 
 
 def _array(value: Any) -> np.ndarray:

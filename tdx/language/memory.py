@@ -26,7 +26,7 @@ from tdx.language._intrinsic import (
     vector_elements,
 )
 from tdx.language.address import num_ranks, rank, symm_at
-from tdx.language.signal import notify, program_barrier
+from tdx.language.signal import _SET, notify, program_barrier
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def get(dst, src, numel, peer, world):
 
 
 @triton.jit
-def put_signal(dst, src, numel, signal, value, peer, world, op: tl.constexpr = "set", when=True):
+def put_signal(dst, src, numel, signal, value, peer, world, op: tl.constexpr = _SET, when=True):
     """`put`, then `notify` of `signal` at the same peer: who waits for it sees the data.
 
     `signal` is its address in this rank's heap; `value`, `op` and `when` are those of `notify`.

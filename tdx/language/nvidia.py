@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tdx.language._intrinsic import as_tensor, device_call, is_block
+from tdx.language._intrinsic import as_tensor, device_call, has_async_proxy, is_block
 
 
 @triton.jit
@@ -16,6 +16,7 @@ def program_barrier():
 
 @triton.jit
 def fence():
+    _complete_descriptor_stores()
     device_call("tdx_fence", "i32", "", ())
     tl.debug_barrier()
 
@@ -33,23 +34,41 @@ def wait(ptr, value, cmp, control, team, peer, program):
         )
         ok = device_call("tdx_all", "i32", "i32", (tl.min(status),))
     else:
-        ok = wait_span(ptr, 1, value, cmp, control, team, peer, program)
+        ok = _wait_span(ptr, 1, value, cmp, control, team, peer, program)
+    _keep_loads_below(ok)
     return ok != 0
 
 
 @triton.jit
 def wait_span(ptr, count, value, cmp, control, team, peer, program):
+    ok = _wait_span(ptr, count, value, cmp, control, team, peer, program)
+    _keep_loads_below(ok)
+    return ok != 0
+
+
+@triton.jit
+def _wait_span(ptr, count, value, cmp, control, team, peer, program):
     ok = device_call(
         "tdx_wait_span",
         "i32",
         "i64,i32,i32,i32,i64,i32,i32,i32",
         (ptr, count, value, cmp, control, team, peer, program),
     )
-    return ok != 0
+    return ok
+
+
+@triton.jit
+def _keep_loads_below(ok):
+    """Never executed, as ok is 0 or 1: a barrier that Triton sees keeps its software pipeliner from
+    moving the loads of later iterations above the wait. The wait's own barrier is invisible to it.
+    """
+    if ok == 2:
+        tl.debug_barrier()
 
 
 @triton.jit
 def publish(target, value, op: tl.constexpr, when, control):
+    _complete_descriptor_stores()
     if is_block(target):
         send = (device_call("tdx_fault", "i64", "i64", (control,)) == 0) & as_tensor(when).to(tl.int1)
         tl.debug_barrier()
@@ -61,6 +80,15 @@ def publish(target, value, op: tl.constexpr, when, control):
         may = device_call("tdx_may_publish", "i32", "i32,i64", (when, control))
         tl.debug_barrier()
         device_call("tdx_publish_" + op, "i32", "i64,i32,i32", (target, value, may))
+
+
+@triton.jit
+def _complete_descriptor_stores():
+    """Tensor-descriptor stores are asynchronous: Triton waits until their source may be reused,
+    this waits until they are written.
+    """
+    if has_async_proxy():
+        device_call("tdx_complete_bulk_stores", "i32", "", ())
 
 
 @triton.jit

@@ -34,9 +34,12 @@ from tdx.language._intrinsic import (
 )
 from tdx.language.address import symm_at, team_index
 
+_GE = tl.constexpr("ge")  # Triton 3.6 takes no plain str as a default
+_SET = tl.constexpr("set")
+
 
 @triton.jit
-def wait(ptr, world, value, cmp: tl.constexpr = "ge", peer=-1):
+def wait(ptr, world, value, cmp: tl.constexpr = _GE, peer=-1):
     """Wait until the signal at `ptr`, in this rank's heap, reaches `value`.
 
     Parameters
@@ -75,7 +78,7 @@ def wait(ptr, world, value, cmp: tl.constexpr = "ge", peer=-1):
 
 
 @triton.jit
-def wait_all(ptr, count, world, value, cmp: tl.constexpr = "ge", first_peer=0):
+def wait_all(ptr, count, world, value, cmp: tl.constexpr = _GE, first_peer=0):
     """Wait until `count` consecutive signals starting at `ptr` all reach `value`.
 
     As `wait` with a block of pointers, for a count known only at run time (0 is satisfied). Signal
@@ -87,7 +90,7 @@ def wait_all(ptr, count, world, value, cmp: tl.constexpr = "ge", first_peer=0):
 
 
 @triton.jit
-def notify(ptr, peer, world, value=1, op: tl.constexpr = "set", when=True):
+def notify(ptr, peer, world, value=1, op: tl.constexpr = _SET, when=True):
     """Set, or add to, `peer`'s copy of the signal at `ptr`.
 
     Parameters

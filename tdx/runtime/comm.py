@@ -222,7 +222,8 @@ def _import_mpi(size: int, launcher: str) -> Any:
 
 
 def _other_mpi(module: Any, size: int, launcher: str) -> InvalidArgument:
-    library = " ".join(module.Get_library_version().strip("\0\n ").splitlines()[0].split())
+    first = module.Get_library_version().strip("\0\n ").splitlines()[0]
+    library = " ".join(first.partition(",")[0].split())
     return InvalidArgument(
         f"{launcher} started {size} ranks, but mpi4py uses another MPI, {library}, for which each "
         f"of them is alone. Start with `tdx run -n {size} ...`, which finds the launcher that "

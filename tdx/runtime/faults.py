@@ -24,13 +24,17 @@ _WATCH_S = 0.2  # how often the watcher looks: a fault is reported well within a
 
 
 class Pointer:
-    """An address with a dtype: a kernel argument for memory that is no array."""
+    """An address with a dtype: a kernel argument for memory that is no array.
 
-    __slots__ = ("_address", "dtype")
+    `owner` is kept alive with the pointer, and so until a queued kernel that takes it has run.
+    """
 
-    def __init__(self, address: int, dtype: np.dtype):
+    __slots__ = ("_address", "dtype", "owner")
+
+    def __init__(self, address: int, dtype: np.dtype, owner: object = None):
         self._address = address
         self.dtype = dtype
+        self.owner = owner
 
     def data_ptr(self) -> int:
         return self._address

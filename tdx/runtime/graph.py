@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tdx.runtime.errors import Closed, InvalidArgument
-from tdx.runtime.stream import stream_handle
+from tdx.runtime.stream import order, stream_handle
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
@@ -26,10 +26,9 @@ class Graph:
 
     def __init__(self, world: World):
         self._world = world
-        self._stream = world.new_stream()
+        self._stream = world.driver.current_stream()
         self._handle = 0
         self._keep: list[Any] = []
-        self._outer = 0
 
     def keep(self, *objects: Any) -> None:
         """Hold objects as long as the graph lives."""
@@ -40,11 +39,7 @@ class Graph:
         world.check()
         if self._handle:
             raise InvalidArgument("a graph is recorded once; make a new one with tdx.graph(world)")
-        # what was queued before comes first, also at the first replay
-        self._stream.wait(world.stream)
-        self._outer = world.driver.current_stream()
-        world.driver.capture_begin(self._stream.handle)
-        world.driver.set_current_stream(self._stream.handle)
+        world.driver.capture_begin(self._stream)
         world.recording = self
         return self
 
@@ -56,8 +51,7 @@ class Graph:
     ) -> None:
         world = self._world
         world.recording = None
-        world.driver.set_current_stream(self._outer)
-        handle = world.driver.capture_end(self._stream.handle)
+        handle = world.driver.capture_end(self._stream)
         finalizer = weakref.finalize(self, world.driver.graph_destroy, handle)
         finalizer.atexit = False
         if error is not None:
@@ -66,19 +60,25 @@ class Graph:
         self._handle = handle
 
     def replay(self, stream: Any = None) -> None:
-        """Queue the recorded work on `stream` (None: the world's). Raises a pending fault."""
+        """Queue the recorded work on `stream` (None: the one it was recorded on).
+
+        Raises a pending fault, Closed.
+        """
         world = self._world
         world.check()
         if not self._handle:
             raise Closed("the graph holds nothing: it is still recording, or its block failed")
-        target = world.driver.current_stream() if stream is None else stream_handle(stream)
+        target = self._stream if stream is None else stream_handle(stream)
+        # arrays remember the recording's stream: keep it in step with where the work runs
+        order(world.driver, self._stream, target)
         world.driver.graph_launch(self._handle, target)
+        order(world.driver, target, self._stream)
 
 
 def graph(world: World) -> Graph:
     """Record device work: `with tdx.graph(world) as g: plan(x)`, then `g.replay()`.
 
-    Plan calls and kernel launches inside go to the graph's stream. Nothing may synchronise or
-    allocate inside. Raises InvalidArgument when a recording is open already.
+    Records what goes to the current stream (the world's, unless inside `world.on`) and to streams
+    that join it by events. Nothing may synchronise or allocate inside. Raises InvalidArgument when a recording is open already.
     """
     return Graph(world)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
 from typing import Any
 
@@ -15,7 +17,7 @@ from tdx.runtime.topology import discover
 from tdx.runtime.undo import Undo
 from tdx.runtime.world import World
 
-__all__ = ["init"]
+__all__ = ["current_world", "init"]
 
 _open: World | None = None
 _POLICIES = ("raise", "abort")
@@ -67,6 +69,19 @@ def init(
         close_comm(communicator)
     _open = world
     return world
+
+
+def current_world() -> World | None:
+    """The world that is open in this process, if any."""
+    return None if _open is None or _open.closed else _open
+
+
+@atexit.register
+def _at_exit() -> None:
+    """A process that ends with an open world must not leave its device thread running."""
+    if _open is not None and not _open.closed:
+        with contextlib.suppress(TdxError):
+            _open._close(meet=False)
 
 
 def _bring_up(

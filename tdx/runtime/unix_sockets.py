@@ -19,6 +19,7 @@ from tdx.runtime.undo import Undo
 __all__ = ["Clock", "Door", "close_fds", "listen", "receive_some", "send_some"]
 
 _MAX_PATH = 107  # sun_path, without the terminator
+_FILE = "socket"
 
 
 def send_some(sock: socket.socket, data: memoryview | bytes, fds: Sequence[int] = ()) -> int:
@@ -90,19 +91,19 @@ def listen(abstract: bool, backlog: int) -> Door:
 
     Raises OSError if neither can be had.
     """
-    name = f"tdx-{secrets.token_hex(16)}"
     with Undo() as undo:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         undo.add(sock.close)
         door = None
         if abstract:
+            address = f"\0tdx-{secrets.token_hex(16)}".encode()
             with contextlib.suppress(OSError):  # not offered here: a path does as well
-                sock.bind(b"\0" + name.encode())
-                door = Door(sock, b"\0" + name.encode())
+                sock.bind(address)
+                door = Door(sock, address)
         if door is None:
-            directory = _private_directory(len(name))
+            directory = _private_directory()
             undo.add(shutil.rmtree, directory, True)
-            path = os.path.join(directory, name)
+            path = os.path.join(directory, _FILE)
             sock.bind(path)
             door = Door(sock, os.fsencode(path), directory)
         sock.listen(backlog)
@@ -110,10 +111,10 @@ def listen(abstract: bool, backlog: int) -> Door:
     return door
 
 
-def _private_directory(name_length: int) -> str:
+def _private_directory() -> str:
     """A new directory that only this user can enter (mode 0700), with a path short enough."""
     for base in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
-        if len(os.fsencode(base)) + len("/tdx-12345678/") + name_length <= _MAX_PATH:
+        if len(os.fsencode(base)) + len(f"/tdx-12345678/{_FILE}") <= _MAX_PATH:
             with contextlib.suppress(OSError):
                 return tempfile.mkdtemp(prefix="tdx-", dir=base)
     raise OSError("no directory for temporary files can be written, or their paths are too long")

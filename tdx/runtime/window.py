@@ -136,15 +136,15 @@ class Region:
         if self.window.closed:
             raise Closed("the world is closed")
         try:
-            return self.start + self.heap.allocate(nbytes, label)
+            return self.start + self.heap.allocate(nbytes)
         except HeapFull:
             self.before_reclaim()
             self._reclaim(label)
         try:
-            return self.start + self.heap.allocate(nbytes, label)
+            return self.start + self.heap.allocate(nbytes)
         except HeapFull as full:
             self._grow(full, label)
-        return self.start + self.heap.allocate(nbytes, label)
+        return self.start + self.heap.allocate(nbytes)
 
     def _reclaim(self, label: str) -> None:
         mine = self.heap.dropped()

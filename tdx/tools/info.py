@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import glob
-import importlib.util
 import json
 import os
 import platform
 import shutil
 import sysconfig
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import tdx
+from tdx.runtime.backends import amd_gpus, choose, nvidia_gpus
+from tdx.runtime.config import config
 from tdx.runtime.errors import TdxError
 from tdx.tools.launcher import find_launcher, find_library
 
 __all__ = ["add_arguments", "collect", "main"]
 
-# distribution -> what it is for, if absent ("" for the ones tdx depends on)
-_PACKAGES = {
-    "tdx-kernels": "",
-    "numpy": "",
-    "triton": "",
-    "mpi4py": "",
-    "ml_dtypes": "",
-    "greenlet": "",
-    "cuda-bindings": "NVIDIA GPUs",
-    "hip-python": "AMD GPUs",
-}
-_PCI_DISPLAY = "0x03"
-_VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
+_PACKAGES = (
+    "numpy",
+    "triton",
+    "mpi4py",
+    "ml_dtypes",
+    "greenlet",
+    "cuda-bindings",
+    "hip-python",
+)
 _CGROUP_LIMITS = (
     "/sys/fs/cgroup/memory.max",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -63,7 +59,7 @@ def collect() -> dict[str, dict[str, Any]]:
     """
     versions = {name: _version(name) for name in _PACKAGES}
     return {
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": {"tdx": tdx.__version__, "python": platform.python_version(), **versions},
         "mpi": _mpi(),
         "backend": _backend(),
         "limits": {
@@ -97,41 +93,25 @@ def _mpi() -> dict[str, Any]:
 
 
 def _backend() -> dict[str, Any]:
-    gpus = _gpus()
-    wanted = os.environ.get("TDX_BACKEND")
-    if wanted:
-        chosen, why = wanted, "TDX_BACKEND is set"
-    elif any(gpu.startswith("NVIDIA") for gpu in gpus) or glob.glob("/dev/nvidia[0-9]*"):
-        chosen, why = "cuda", "an NVIDIA GPU is present"
-        if _missing_module("cuda.bindings"):
-            why += '; its binding is missing: pip install "tdx-kernels[cuda12]" or [cuda13]'
-    else:
-        chosen, why = "host", "no GPU that tdx has a driver for"
-    return {"init() chooses": chosen, "because": why, "gpus": gpus}
-
-
-def _gpus() -> list[str]:
-    """Display controllers of the known vendors, from sysfs."""
-    found = []
-    for device in sorted(glob.glob("/sys/bus/pci/devices/*")):
-        vendor = _VENDORS.get(_read(device, "vendor"))
-        if vendor and _read(device, "class").startswith(_PCI_DISPLAY):
-            found.append(f"{vendor} {_read(device, 'device')} at {os.path.basename(device)}")
-    return found
-
-
-def _read(*path: str) -> str:
+    gpus = {"NVIDIA GPUs": nvidia_gpus(), "AMD GPUs": amd_gpus()}
     try:
-        return Path(*path).read_text().strip()
+        chosen = choose(None)
+    except TdxError as error:
+        return {"init() chooses": None, "problem": str(error), **gpus}
+    if config.backend:
+        why = "the setting TDX_BACKEND"
+    elif chosen == "host":
+        why = "no GPU was found that tdx has a driver for"
+    else:
+        why = "the machine has such GPUs"
+    return {"init() chooses": chosen, "because": why, **gpus}
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-def _missing_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is None
-    except ModuleNotFoundError:
-        return True
 
 
 def _cgroup_limit() -> int | None:

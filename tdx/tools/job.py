@@ -168,12 +168,12 @@ class Job:
         if rank.code is not None:
             return
         rank.code = code
+        self._exit_code = self._exit_code or (code if code >= 0 else 128 - code)
         self._drain(rank)
         if self._end_at is not None:  # it fell with the others
             return
         rank.err.write((trace or "").encode(errors="backslashreplace"))
         rank.err.flush()
-        self._exit_code = self._exit_code or (code if code >= 0 else 128 - code)
         if error:
             text = f"raised {error}"
         elif code > 0:
@@ -211,7 +211,7 @@ class Job:
 
     # ---- output
 
-    def _watch(self, source: Any, handler: Callable[[], None]) -> None:
+    def _watch(self, source: Any, handler: Callable[[], object]) -> None:
         self._selector.register(source, selectors.EVENT_READ, handler)
 
     def _pump(self, rank: _Rank, pipe: int) -> bool:

@@ -43,7 +43,7 @@ _NAMES = {
     "intel": ("mpirun", "mpiexec", "mpiexec.hydra"),
 }
 # What a launcher tells its children: a job started from within a rank must not inherit it.
-_ANNOUNCED = re.compile(r"(PMI|PMIX|OMPI|PRTE|HYDI|MPI_LOCAL).*")
+_ANNOUNCED = re.compile(r"(PMI|PMIX|OMPI|PRTE|HYDI|MPI_LOCAL|MV2_COMM).*")
 _SETTINGS = re.compile(r"(PMIX|OMPI|PRTE)_(MCA|ALLOW_RUN)_.*")  # these are the user's own
 
 
@@ -143,12 +143,11 @@ def _candidates(library: Library) -> Iterator[str]:
     if library.path:
         home = Path(library.path).parent
         folders += [home, home.parent / "bin", home.parent.parent / "bin"]
-    seen = set()
-    for search in [*map(str, folders), os.environ.get("PATH", os.defpath)]:
+    folders += map(Path, os.get_exec_path())
+    for folder in dict.fromkeys(folders):
         for name in _NAMES[library.family]:
-            found = shutil.which(name, path=search)
-            if found and found not in seen:
-                seen.add(found)
+            found = shutil.which(name, path=str(folder))
+            if found:
                 yield found
 
 

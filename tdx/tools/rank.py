@@ -62,7 +62,7 @@ def _wait(pid: int, channel: socket.socket) -> NoReturn:
     """Report the child's end; then stay until told to go, so that the launcher sees no death."""
     signal.signal(signal.SIGTERM, lambda number, frame: _kill(pid, number))
     child = os.pidfd_open(pid)
-    ready, _, _ = select.select([child, channel], [], [])
+    ready, _, _ = select.select([child, channel.fileno()], [], [])
     if child not in ready:  # `tdx run` ends the job, or is gone itself
         _kill(pid, signal.SIGTERM)
         if not select.select([child], [], [], TERM_GRACE_S)[0]:

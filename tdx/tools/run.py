@@ -2,7 +2,8 @@
 
 What it adds to `mpirun`: the launcher that matches mpi4py, the options that root and more ranks
 than cores need, whole output lines marked with their rank, the end of all ranks within two
-seconds when one fails, with that rank's traceback first, and no process left behind.
+seconds when one fails, with that rank's traceback first, and no process left behind. Ranks have
+no standard input.
 
 Exit code: the first one that is not 0 of any rank; 128 + the signal's number for a killed rank;
 124 after --timeout; 2 if the job cannot be started.
@@ -11,13 +12,12 @@ Exit code: the first one that is not 0 of any rank; 128 + the signal's number fo
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import signal
-import sys
 from types import FrameType
 
 from tdx.abi import MAX_RANKS
+from tdx.runtime.backends import choose
 from tdx.runtime.errors import InvalidArgument
 from tdx.tools.job import Job
 from tdx.tools.launcher import clean_environment, find_launcher
@@ -105,11 +105,7 @@ def _environment(backend: str | None) -> dict[str, str]:
     environment = clean_environment(os.environ)
     if backend is not None:
         environment["TDX_BACKEND"] = backend
-    if backend == "host" or (backend is None and not _has_gpu()):
+    if choose(backend) == "host":
         for name in _THREAD_VARIABLES:  # ranks share the cores already
             environment.setdefault(name, "1")
     return environment
-
-
-def _has_gpu() -> bool:
-    return bool(glob.glob("/dev/nvidia[0-9]*"))

@@ -1,18 +1,29 @@
-"""A communicator of allgather alone: ranks are threads or forked processes of one test."""
+"""Ranks without `tdx.init`: threads or forked processes with a communicator of allgather alone,
+and plain Python under mpirun.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from tdx.runtime.exchange import Mesh
+from tdx.runtime.host_channel import HostChannel
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER_PREFIXES = ("PMI", "OMPI_", "MV2_", "SLURM_", "MPI_", "HYD", "PRTE", "I_MPI")
 _LENGTH = struct.Struct("<Q")
 
 
@@ -83,8 +94,10 @@ def run_processes(size: int, body: Callable[[Any], Any], timeout_s: float = 30.0
         try:
             result = body(comms[rank])
         except BaseException as error:
-            error.add_note(traceback.format_exc())
             result = error
+            if not isinstance(error, (Exception, KeyboardInterrupt)):  # pytest.fail
+                result = AssertionError(f"{error}\n{traceback.format_exc()}")
+            result.add_note(traceback.format_exc())
         pipes[rank][1].send(result)
 
     processes = [context.Process(target=run, args=(rank,)) for rank in range(size)]
@@ -117,6 +130,42 @@ def results_of(results: Sequence[Any]) -> list[Any]:
             raise result
         assert not isinstance(result, Died), results
     return list(results)
+
+
+def on_channel(body: Callable[[HostChannel], Any], timeout_s: float = 20.0) -> Callable[[Any], Any]:
+    """A rank's body that opens a host channel, runs `body(channel)` and closes it."""
+
+    def run(comm: Any) -> Any:
+        channel = HostChannel(Mesh.connect(comm, 20), timeout_s)
+        try:
+            return body(channel)
+        finally:
+            channel.close()
+
+    return run
+
+
+def threads(size: int, body: Callable[[HostChannel], Any], timeout_s: float = 20.0) -> list[Any]:
+    """`run_threads` of a body that takes a host channel."""
+    return run_threads(size, on_channel(body, timeout_s))
+
+
+def processes(size: int, body: Callable[[HostChannel], Any], timeout_s: float = 20.0) -> list[Any]:
+    """`run_processes` of a body that takes a host channel."""
+    return run_processes(size, on_channel(body, timeout_s))
+
+
+def run_python(code: str, *, launch: int = 0, **env: str) -> subprocess.CompletedProcess:
+    """Run `code` in a fresh process, or in `launch` of them under mpirun; `env` is added."""
+    command = [sys.executable, "-c", code]
+    if launch:
+        beside = Path(sys.executable).parent / "mpirun"
+        mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+        assert mpirun, "no mpirun: install the extra `test`"
+        command = [mpirun, "-n", str(launch), *command]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    environment = clean | {"PYTHONPATH": str(ROOT)} | env
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def open_fds() -> dict[int, str]:

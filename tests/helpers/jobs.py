@@ -14,12 +14,12 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from tests.helpers.commands import ROOT, tdx_environment
 
 __all__ = ["CaseFailure", "Jobs", "Request", "Skipped"]
 
-ROOT = Path(__file__).parents[2]
 _START_LIMIT_S = 60.0
 _STRAGGLER_LIMIT_S = 3.0  # for the other ranks once one has failed
 _MAX_OUTPUT = 20000  # characters of a job's output in a failure
@@ -100,7 +100,7 @@ class Job:
             self._process = subprocess.Popen(
                 [*words, "-m", "tests.helpers.rank_main", name, backend],
                 cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": _python_path()},
+                env=tdx_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -206,7 +206,8 @@ class Job:
     def _recent(self) -> str:
         """The job's output since the case began."""
         size = os.fstat(self._output.fileno()).st_size
-        text = os.pread(self._output.fileno(), size - self._seen, self._seen).decode(errors="replace")
+        data = os.pread(self._output.fileno(), size - self._seen, self._seen)
+        text = data.decode(errors="replace")
         if len(text) > _MAX_OUTPUT:
             text = "...\n" + text[-_MAX_OUTPUT:]
         return f"output of the job:\n{text}" if text else "(the job printed nothing)"
@@ -262,11 +263,6 @@ class _Channel:
             self._rest += data
         line, self._rest = self._rest.split(b"\n", 1)
         return json.loads(line)
-
-
-def _python_path() -> str:
-    earlier = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(ROOT), *([earlier] if earlier else [])])
 
 
 def _list(ranks: list[int]) -> str:

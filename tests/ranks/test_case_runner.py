@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.jobs import CaseFailure, Jobs, Request, Skipped
 
 
-@pytest.fixture()
+@pytest.fixture
 def jobs():
     jobs = Jobs("host")
     yield jobs

@@ -154,7 +154,7 @@ class Bench:
         row = abi.CONTROL_TABLE + team * abi.MAX_RANKS
         self.ranks = ranks or list(range(size))
         self.controls[:, row : row + len(self.ranks)] = self.ranks
-        self.executor = host.executor = Spinner()
+        self.executor = abi.host_executor = Spinner()
 
     def world(self, rank):
         control = Pointer(self.controls[self.ranks[rank]].ctypes.data, tl.int64)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers.fake_comm import results_of, run_threads
 
 from tdx import abi
 from tdx.runtime.errors import InvalidArgument, Unsupported
 from tdx.runtime.topology import Topology, discover, host_identity
+from tests.helpers.fake_comm import results_of, run_threads
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -1,10 +1,14 @@
-; Device library of tdx.language for NVIDIA GPUs; links after tdx_common.
+; Device library of tdx.language for NVIDIA GPUs, in the text form of LLVM IR: Triton links it into
+; kernels, so no vendor compiler is needed.
+;
+; Addresses are 64-bit integers because Triton passes scalars only. Atomics without a syncscope
+; have system scope. Offsets into the control block and the fault record are those of tdx/abi.py;
+; tests compare each "; NAME" comment with it, and the part below "shared" with the other vendor's.
+
 target triple = "nvptx64-nvidia-cuda"
 
 declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
 declare i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
-declare i64 @tdx_fault(i64)
-declare i32 @tdx_spin_span(i32, i32, i32, i64, i32, i32, i64, i32, i32, i32)
 
 ; Nanoseconds.
 define i64 @tdx_now() alwaysinline {
@@ -80,6 +84,12 @@ define i32 @tdx_fence() alwaysinline {
   ret i32 0
 }
 
+; This thread's asynchronous bulk stores are written and visible to it. sm_90 and later.
+define i32 @tdx_complete_bulk_stores() alwaysinline {
+  call void asm sideeffect "cp.async.bulk.wait_group 0;", "~{memory}"()
+  ret i32 0
+}
+
 define i32 @tdx_fence_async_proxy() alwaysinline {
   call void asm sideeffect "fence.proxy.async;", "~{memory}"()
   ret i32 0
@@ -89,4 +99,211 @@ define i32 @tdx_fence_async_proxy() alwaysinline {
 define i32 @tdx_zero(i32 %token) alwaysinline {
   %zero = call i32 asm "mov.b32 $0, 0; // $1", "=r,r"(i32 %token)
   ret i32 %zero
+}
+
+; ---- shared
+
+; Is the awaited value there? %cmp 0: (seen - value) >= 0 as signed difference, 1: equal.
+define i1 @tdx_satisfied(i32 %seen, i32 %value, i32 %cmp) alwaysinline {
+  %difference = sub i32 %seen, %value
+  %ge = icmp sge i32 %difference, 0
+  %eq = icmp eq i32 %seen, %value
+  %equal = icmp eq i32 %cmp, 1
+  %ok = select i1 %equal, i1 %eq, i1 %ge
+  ret i1 %ok
+}
+
+; The fault word: 0 while no fault stands.
+define i64 @tdx_fault(i64 %control) alwaysinline {
+  %word = inttoptr i64 %control to ptr addrspace(1)
+  %fault = load atomic i64, ptr addrspace(1) %word monotonic, align 8          ; CONTROL_FAULT
+  ret i64 %fault
+}
+
+; Claims the fault word; the winner writes the record and publishes it by its state.
+define void @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team, i32 %peer,
+                        i32 %program) alwaysinline {
+entry:
+  %word = inttoptr i64 %control to ptr addrspace(1)
+  %claim = cmpxchg ptr addrspace(1) %word, i64 0, i64 1 monotonic monotonic    ; FAULT_TIMEOUT
+  %won = extractvalue { i64, i1 } %claim, 1
+  br i1 %won, label %report, label %done
+report:
+  %where = getelementptr i64, ptr addrspace(1) %word, i64 1                    ; CONTROL_RECORD
+  %address.record = load i64, ptr addrspace(1) %where, align 8
+  %record = inttoptr i64 %address.record to ptr addrspace(1)
+  %kind = getelementptr i64, ptr addrspace(1) %record, i64 1                   ; RECORD_KIND
+  store atomic i64 1, ptr addrspace(1) %kind monotonic, align 8                ; FAULT_TIMEOUT
+  %team.field = getelementptr i64, ptr addrspace(1) %record, i64 2             ; RECORD_TEAM
+  %team.wide = sext i32 %team to i64
+  store atomic i64 %team.wide, ptr addrspace(1) %team.field monotonic, align 8
+  %peer.field = getelementptr i64, ptr addrspace(1) %record, i64 3             ; RECORD_PEER
+  %peer.wide = sext i32 %peer to i64
+  store atomic i64 %peer.wide, ptr addrspace(1) %peer.field monotonic, align 8
+  %signal = getelementptr i64, ptr addrspace(1) %record, i64 4                 ; RECORD_SIGNAL
+  store atomic i64 %address, ptr addrspace(1) %signal monotonic, align 8
+  %expected = getelementptr i64, ptr addrspace(1) %record, i64 5               ; RECORD_EXPECTED
+  %value.wide = sext i32 %value to i64
+  store atomic i64 %value.wide, ptr addrspace(1) %expected monotonic, align 8
+  %seen.field = getelementptr i64, ptr addrspace(1) %record, i64 6             ; RECORD_SEEN
+  %seen.wide = sext i32 %seen to i64
+  store atomic i64 %seen.wide, ptr addrspace(1) %seen.field monotonic, align 8
+  %program.field = getelementptr i64, ptr addrspace(1) %record, i64 7          ; RECORD_PROGRAM
+  %program.wide = sext i32 %program to i64
+  store atomic i64 %program.wide, ptr addrspace(1) %program.field monotonic, align 8
+  store atomic i64 1, ptr addrspace(1) %record release, align 8                ; RECORD_STATE
+  br label %done
+done:
+  ret void
+}
+
+; After failed poll number %polls: may the caller poll on? Looks at the fault word and the clock
+; once in 64 polls. Returns the time the waiting began (0: not looked yet), or -1 to give up.
+define i64 @tdx_patience(i32 %polls, i64 %start, i64 %address, i32 %value, i32 %seen,
+                         i64 %control, i32 %team, i32 %peer, i32 %program) alwaysinline {
+entry:
+  %low = and i32 %polls, 63
+  %look = icmp eq i32 %low, 63
+  br i1 %look, label %fault, label %on
+on:
+  ret i64 %start
+fault:
+  %standing = call i64 @tdx_fault(i64 %control)
+  %stands = icmp ne i64 %standing, 0
+  br i1 %stands, label %give.up, label %clock
+clock:
+  %word = inttoptr i64 %control to ptr addrspace(1)
+  %timeout.word = getelementptr i64, ptr addrspace(1) %word, i64 2             ; CONTROL_TIMEOUT_NS
+  %timeout = load i64, ptr addrspace(1) %timeout.word, align 8
+  %now = call i64 @tdx_now()
+  %first = icmp eq i64 %start, 0
+  %begun = select i1 %first, i64 %now, i64 %start
+  %waited = sub i64 %now, %begun
+  %late = icmp ugt i64 %waited, %timeout
+  %bounded = icmp ne i64 %timeout, 0
+  %expired = and i1 %late, %bounded
+  br i1 %expired, label %expire, label %later
+later:
+  ret i64 %begun
+expire:
+  call void @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team, i32 %peer,
+                        i32 %program)
+  br label %give.up
+give.up:
+  ret i64 -1
+}
+
+; Waits for the 32-bit word at %address, acquire. 1: satisfied; 0: the deadline passed or a fault
+; stands.
+define i32 @tdx_spin(i64 %address, i32 %value, i32 %cmp, i64 %control, i32 %team, i32 %peer,
+                     i32 %program) alwaysinline {
+entry:
+  %word = inttoptr i64 %address to ptr addrspace(1)
+  br label %poll
+poll:
+  %polls = phi i32 [ 0, %entry ], [ %polls.next, %again ]
+  %start = phi i64 [ 0, %entry ], [ %start.next, %again ]
+  %seen = load atomic i32, ptr addrspace(1) %word acquire, align 4
+  %ok = call i1 @tdx_satisfied(i32 %seen, i32 %value, i32 %cmp)
+  br i1 %ok, label %done, label %missed
+missed:
+  %start.next = call i64 @tdx_patience(i32 %polls, i64 %start, i64 %address, i32 %value,
+                                       i32 %seen, i64 %control, i32 %team, i32 %peer,
+                                       i32 %program)
+  %gave.up = icmp eq i64 %start.next, -1
+  br i1 %gave.up, label %done, label %again
+again:
+  %polls.next = add i32 %polls, 1
+  call void @tdx_pause()
+  br label %poll
+done:
+  %result = phi i32 [ 1, %poll ], [ 0, %missed ]
+  ret i32 %result
+}
+
+; Words %first, %first + %step, ... below %count, starting at %base: all satisfied?
+; Word i belongs to peer %peer + i.
+define i32 @tdx_spin_span(i32 %first, i32 %step, i32 %count, i64 %base, i32 %value, i32 %cmp,
+                          i64 %control, i32 %team, i32 %peer, i32 %program) alwaysinline {
+entry:
+  br label %head
+head:
+  %index = phi i32 [ %first, %entry ], [ %index.next, %next ]
+  %more = icmp slt i32 %index, %count
+  br i1 %more, label %wait, label %done
+wait:
+  %index.wide = sext i32 %index to i64
+  %offset = shl i64 %index.wide, 2
+  %address = add i64 %base, %offset
+  %word.peer = add i32 %peer, %index
+  %ok = call i32 @tdx_spin(i64 %address, i32 %value, i32 %cmp, i64 %control, i32 %team,
+                           i32 %word.peer, i32 %program)
+  %satisfied = icmp ne i32 %ok, 0
+  br i1 %satisfied, label %next, label %done
+next:
+  %index.next = add i32 %index, %step
+  br label %head
+done:
+  %result = phi i32 [ 1, %head ], [ 0, %wait ]
+  ret i32 %result
+}
+
+; A data-and-flag word: 32 bits of data low, the flag high. %word was already loaded; polls on
+; until the flag is right. Returns the data in the low half and 1 (or 0: gave up) in the high one.
+define i64 @tdx_settle(i64 %word, i64 %address, i32 %flag, i32 %active, i64 %control, i32 %team,
+                       i32 %peer, i32 %program) alwaysinline {
+entry:
+  %pointer = inttoptr i64 %address to ptr addrspace(1)
+  br label %look
+look:
+  %polls = phi i32 [ 0, %entry ], [ %polls.next, %again ]
+  %start = phi i64 [ 0, %entry ], [ %start.next, %again ]
+  %now = phi i64 [ %word, %entry ], [ %loaded, %again ]
+  %high = lshr i64 %now, 32
+  %seen = trunc i64 %high to i32
+  %there = icmp eq i32 %seen, %flag
+  %idle = icmp eq i32 %active, 0
+  %ok = or i1 %there, %idle
+  br i1 %ok, label %done, label %missed
+missed:
+  %start.next = call i64 @tdx_patience(i32 %polls, i64 %start, i64 %address, i32 %flag, i32 %seen,
+                                       i64 %control, i32 %team, i32 %peer, i32 %program)
+  %gave.up = icmp eq i64 %start.next, -1
+  br i1 %gave.up, label %done, label %again
+again:
+  %polls.next = add i32 %polls, 1
+  call void @tdx_pause()
+  %loaded = load atomic i64, ptr addrspace(1) %pointer monotonic, align 8
+  br label %look
+done:
+  %status = phi i64 [ 4294967296, %look ], [ 0, %missed ]
+  %data = and i64 %now, 4294967295
+  %result = or i64 %data, %status
+  ret i64 %result
+}
+
+; One data-and-flag word, without waiting; 0 where inactive.
+define i64 @tdx_peek(i64 %address, i32 %active) alwaysinline {
+entry:
+  %idle = icmp eq i32 %active, 0
+  br i1 %idle, label %done, label %load
+load:
+  %pointer = inttoptr i64 %address to ptr addrspace(1)
+  %loaded = load atomic i64, ptr addrspace(1) %pointer monotonic, align 8
+  br label %done
+done:
+  %word = phi i64 [ 0, %entry ], [ %loaded, %load ]
+  ret i64 %word
+}
+
+define i32 @tdx_poke(i64 %address, i64 %word, i32 %active) alwaysinline {
+entry:
+  %idle = icmp eq i32 %active, 0
+  br i1 %idle, label %done, label %store
+store:
+  %pointer = inttoptr i64 %address to ptr addrspace(1)
+  store atomic i64 %word, ptr addrspace(1) %pointer monotonic, align 8
+  br label %done
+done:
+  ret i32 0
 }

@@ -57,7 +57,10 @@ class HostBuilder(interpreter.InterpreterBuilder):
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Any) -> TensorHandle:
         if _narrow(lhs):
             return _handle(op(_wide(lhs), _wide(rhs)), lhs.dtype.scalar)
-        return super().binary_op(lhs, rhs, op)
+        result = super().binary_op(lhs, rhs, op)
+        if result.data.dtype == np.bool_:  # stock keeps the operands' type for a comparison
+            result.dtype = tl.int1
+        return result
 
     def unary_op(self, arg: TensorHandle, op: Any) -> TensorHandle:
         if _narrow(arg):
