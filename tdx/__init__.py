@@ -23,14 +23,21 @@ __version__ = "0.1.0"
 
 # where each public name lives; loaded when first used, so that `import tdx` stays cheap
 _HOMES = {
+    "AllGather": "tdx.kernels.all_gather",
+    "AllGatherMatmul": "tdx.kernels.all_gather_matmul",
     "AllReduce": "tdx.kernels.all_reduce",
     "Array": "tdx.runtime.array",
     "Barrier": "tdx.kernels.barrier",
+    "MatmulReduceScatter": "tdx.kernels.matmul_reduce_scatter",
     "World": "tdx.runtime.world",
+    "all_gather": "tdx.kernels.all_gather",
+    "all_gather_matmul": "tdx.kernels.all_gather_matmul",
     "all_reduce": "tdx.kernels.all_reduce",
     "barrier": "tdx.kernels.barrier",
     "graph": "tdx.runtime.graph",
     "init": "tdx.runtime.init",
+    "matmul": "tdx.kernels.matmul",
+    "matmul_reduce_scatter": "tdx.kernels.matmul_reduce_scatter",
     "language": "tdx.language",
 }
 

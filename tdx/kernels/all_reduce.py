@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.plan import Call, Plan, cached, elements, operand, world_of
+from tdx.kernels.operand import elements, operand
+from tdx.kernels.plan import Call, Plan, cached, world_of
 from tdx.kernels.select import block_elements, constants, power_of_two
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
@@ -400,23 +401,23 @@ def all_reduce(
     pending fault.
     """
     world = world_of(x)
-    call = Call(world, x, stream)
     group = world.group(team)
-    source = call.readable(x)
-    like = operand(world, source, "x")
-    key = (
-        "all_reduce", like.shape, like.dtype, op, str(out_dtype), bias is not None,
-        residual is not None, algorithm,
-    )  # fmt: skip
-    plan = cached(
-        world,
-        group,
-        key,
-        lambda: AllReduce(
-            world, like.shape, like.dtype, op, out_dtype=out_dtype, bias=bias is not None,
-            residual=residual is not None, algorithm=algorithm, team=team,
-        ),
-    )  # fmt: skip
-    target = call.result(plan.shape, plan.out_dtype) if out is None else out
-    plan(source, target, bias=bias, residual=residual, stream=stream)
+    call = Call(world, group, x, "all_reduce")
+    with call.posting_refusals():
+        source = call.readable(x)
+        like = operand(world, source, "x")
+        options = {
+            "out_dtype": None if out_dtype is None else dtypes.resolve(out_dtype),
+            "bias": bias is not None,
+            "residual": residual is not None,
+            "algorithm": algorithm,
+        }
+        plan = cached(
+            world,
+            group,
+            ("all_reduce", like.shape, like.dtype, op, *options.values()),
+            lambda: AllReduce(world, like.shape, like.dtype, op, team=team, **options),
+        )
+        target = call.result(plan.shape, plan.out_dtype) if out is None else out
+        plan(source, target, bias=bias, residual=residual, stream=stream)
     return call.finish(target)

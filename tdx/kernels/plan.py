@@ -8,86 +8,47 @@ the host and does not synchronise, so it may be recorded in a graph.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from tdx.interop import owner_of
+from tdx.kernels.operand import Operand, check_operand, check_output, operand
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
-from tdx.runtime.dlpack import Imported, row_major
-from tdx.runtime.errors import Closed, DtypeError, InvalidArgument, TdxError, Unsupported
-from tdx.runtime.faults import Pointer
+from tdx.runtime.errors import Closed, InvalidArgument, TdxError
 from tdx.runtime.group import Group
 from tdx.runtime.init import current_world
 from tdx.runtime.signals import Channel, Site, make_channel
 from tdx.runtime.stream import order, stream_handle
 from tdx.runtime.world import World
 
-__all__ = ["Call", "Operand", "Plan", "cached", "caller", "elements", "operand", "words_of", "world_of"]
+__all__ = ["Call", "Plan", "cached", "caller", "launch", "world_of"]
 
 _CACHED_PLANS = 64  # one-line functions keep this many plans for each group of ranks
 
 P = TypeVar("P", bound="Plan")
 
 
-class Operand:
-    """A tensor as a kernel takes it: pointer, shape, strides in elements, dtype."""
-
-    __slots__ = ("array", "dtype", "pointer", "shape", "strides")
-
-    def __init__(
-        self, pointer: Any, shape: tuple[int, ...], strides: tuple[int, ...], array: Any
-    ):
-        self.pointer = pointer
-        self.dtype: np.dtype = pointer.dtype
-        self.shape = shape
-        self.strides = strides
-        self.array = array  # keeps the memory alive
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps."""
-        expected = row_major(self.shape, 1)
-        pairs = zip(self.shape, self.strides, expected, strict=True)
-        return 0 in self.shape or all(n == 1 or s == e for n, s, e in pairs)
-
-
-def operand(world: World, x: Any, what: str) -> Operand:
-    """`x` (a tdx array of `world`, or foreign memory of the same device) as an operand."""
-    if isinstance(x, Array):
-        if x.world is not world:
-            raise InvalidArgument(f"{what} belongs to another world than the plan")
-        if x.owner_rank != world.rank:
-            raise InvalidArgument(f"{what} is a peer's array; pass the own one")
-        x._block.check()
-        pointer = Pointer(x._address, x.dtype, x)
-        strides = tuple(s // x.itemsize for s in x.strides)
-        return Operand(pointer, x.shape, strides, x)
-    if isinstance(x, Imported):
-        memory = x
-    else:
-        framework = owner_of(x)
-        if framework is None:
-            raise InvalidArgument(
-                f"{what} must be a tdx array, a NumPy array or a DLPack producer, got "
-                f"{type(x).__name__}"
-            )
-        memory = framework.describe(x)
-    if memory.device[0] != world.device.dlpack_type:
-        raise Unsupported(
-            f"{what} is on DLPack device {memory.device}, the world on {world.backend}; "
-            "copy it with world.array(x)"
-        )
-    size = memory.dtype.itemsize
-    if any(s % size for s in memory.strides):
-        raise InvalidArgument(f"{what}: strides {memory.strides} are no multiples of {size} bytes")
-    pointer = Pointer(memory.address, memory.dtype, (x, memory))
-    return Operand(pointer, memory.shape, tuple(s // size for s in memory.strides), (x, memory))
+def launch(
+    world: World, kernel: Any, grid: int, stream: Any, *args: Any,
+    uses: Sequence[Operand] = (), **constants: Any,
+) -> None:  # fmt: skip
+    """Run a kernel of `grid` blocks on `stream`, after the last use of the operands elsewhere."""
+    driver = world.driver
+    outer = driver.current_stream()
+    handle = outer if stream is None else stream_handle(stream)
+    for op in uses:
+        op.enter(handle)
+    driver.set_current_stream(handle)
+    try:
+        kernel[(grid,)](*args, **constants)
+    finally:
+        driver.set_current_stream(outer)
 
 
 class Plan:
@@ -111,12 +72,12 @@ class Plan:
         self.group = world.group(team)
         self.site = Site(self.operation, "signal")
         self._stream = 0
-        refused = None
         try:
             check()
         except TdxError as error:
-            refused = error
-        world.channels.agree(self._record(call), refused, members=self.group.ranks)
+            refused(world, self.group, self._record(call), error)
+            raise
+        world.channels.agree(self._record(call), members=self.group.ranks)
         with world.channels.busy(call):
             self._build()
         world.meet(f"{call} is ready", self.group)
@@ -159,16 +120,9 @@ class Plan:
         """Start a call: pending faults, stream order, bookkeeping. Returns the stream's handle."""
         world = self.world
         world.check()
-        driver = world.driver
-        handle = driver.current_stream() if stream is None else stream_handle(stream)
-        if self._stream != handle:
-            if self._stream and not driver.capturing(handle):
-                order(driver, self._stream, handle)
-            self._stream = handle
+        handle = self.begin_stream(stream)
         for op in operands:
-            block = getattr(op.array, "_block", None)
-            if block is not None:
-                block.enter(handle)
+            op.enter(handle)
         location = caller()
         for site in self._sites:
             site.calls += 1
@@ -177,51 +131,36 @@ class Plan:
             world.recording.keep(self, *(op.array for op in operands))
         return handle
 
+    def begin_stream(self, stream: Any) -> int:
+        """The handle of `stream`, ordered after the plan's last call elsewhere."""
+        driver = self.world.driver
+        handle = driver.current_stream() if stream is None else stream_handle(stream)
+        if self._stream != handle:
+            if self._stream and not driver.capturing(handle):
+                order(driver, self._stream, handle)
+            self._stream = handle
+        return handle
+
     def input(self, x: Any, shape: tuple[int, ...], dtype: np.dtype, what: str = "x") -> Operand:
         """Check an input against the plan: same shape and dtype, contiguous."""
-        op = operand(self.world, x, what)
-        self._match(op, shape, dtype, what)
-        if not op.contiguous:
-            raise InvalidArgument(
-                f"{self.operation}: {what} of shape {shape} is not contiguous; pass a contiguous one"
-            )
-        return op
+        return check_operand(operand(self.world, x, what), shape, dtype, what)
 
     def output(
         self, out: Any, buffer: Array | None, shape: tuple[int, ...], dtype: np.dtype
     ) -> Operand:
         """Check `out`, or take the plan's own buffer when it is None."""
-        if out is None:
-            assert buffer is not None
-            return operand(self.world, buffer, "out")
-        op = operand(self.world, out, "out")
-        self._match(op, shape, dtype, "out")
-        memory = op.array[1] if isinstance(op.array, tuple) else None
-        if memory is not None and memory.readonly:
-            raise InvalidArgument(f"{self.operation}: out is read-only")
-        if not op.contiguous:
-            raise InvalidArgument(f"{self.operation}: out must be contiguous")
-        return op
-
-    def _match(self, op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: str) -> None:
-        if op.dtype != dtype:
-            raise DtypeError(
-                f"{self.operation}: {what} has dtype {op.dtype}, the plan takes {dtype}"
-            )
-        if op.shape != shape:
-            raise InvalidArgument(
-                f"{self.operation}: {what} has shape {op.shape}, the plan takes {shape}"
-            )
+        return check_output(self.world, buffer if out is None else out, shape, dtype)
 
     def launch(self, kernel: Any, grid: int, stream: int, *args: Any, **constants: Any) -> None:
-        """Run a kernel of `grid` blocks on the stream."""
-        driver = self.world.driver
-        outer = driver.current_stream()
-        driver.set_current_stream(stream)
-        try:
-            kernel[(grid,)](*args, **constants)
-        finally:
-            driver.set_current_stream(outer)
+        """Run a kernel of `grid` blocks on the stream that `begin` returned."""
+        launch(self.world, kernel, grid, stream, *args, **constants)
+
+
+def refused(world: World, group: Group, call: str, error: TdxError) -> None:
+    """Post a refusal to the group, once, so that peers raise instead of waiting."""
+    error.posted = True  # type: ignore[attr-defined]
+    with contextlib.suppress(TdxError):
+        world.channels.agree(call, error, members=group.ranks)
 
 
 def caller() -> str:
@@ -266,17 +205,27 @@ class Call:
     returns when the result is there.
     """
 
-    def __init__(self, world: World, like: Any, stream: Any):
+    def __init__(self, world: World, group: Group, like: Any, operation: str):
         self.world = world
+        self.group = group
         self.like = like
-        self.stream = stream
-        self.foreign = not isinstance(like, Array)
-        self.framework = owner_of(like) if self.foreign else None
-        if self.foreign and self.framework is None:
-            raise InvalidArgument(
-                f"expected a tdx array, a NumPy array or a DLPack producer, got "
-                f"{type(like).__name__}"
-            )
+        self.operation = operation
+        self.framework = None if isinstance(like, Array) else owner_of(like)
+
+    @contextlib.contextmanager
+    def posting_refusals(self) -> Iterator[None]:
+        """Tell the peers when this rank refuses the call before it reached a plan."""
+        try:
+            if self.framework is None and not isinstance(self.like, Array):
+                raise InvalidArgument(
+                    f"{self.operation}: expected a tdx array, a NumPy array or a DLPack producer, "
+                    f"got {type(self.like).__name__}"
+                )
+            yield
+        except TdxError as error:
+            if not getattr(error, "posted", False) and not self.world.closed:
+                refused(self.world, self.group, self.operation, error)
+            raise
 
     def result(self, shape: Sequence[int], dtype: np.dtype) -> Any:
         """Memory for a fresh result: an array the plan can write to."""
@@ -301,6 +250,15 @@ class Call:
             return self.framework.adopt(result, self.like)
         return result
 
+    def copy(self, source: Array, target: Any, stream: Any) -> None:
+        """Copy a plan's contiguous buffer to memory of `result`, in stream order."""
+        driver = self.world.driver
+        handle = driver.current_stream() if stream is None else stream_handle(stream)
+        to = operand(self.world, target, "out")
+        for op in (operand(self.world, source, "buffer"), to):
+            op.enter(handle)
+        driver.copy(to.pointer.data_ptr(), source._address, source.nbytes, handle)
+
     def readable(self, x: Any) -> Any:
         """`x` itself, or a contiguous copy of a foreign array that is not contiguous."""
         if isinstance(x, Array):
@@ -311,25 +269,3 @@ class Call:
         copy = self.world.empty(memory.shape, memory.dtype, symmetric=False)
         copy.copy_from(x)
         return copy
-
-
-def words_of(op: Operand, *others: Operand) -> tuple[Any, ...]:
-    """Pointers to the memory of operands as the widest integers that fit all, and words a shard.
-
-    Data movement does not care for the element type: the word is the largest of 8, 4, 2, 1 bytes
-    that divides the first operand's size and every address.
-    """
-    nbytes = elements(op.shape) * op.dtype.itemsize
-    operands = (op, *others)
-    mixed = nbytes
-    for each in operands:
-        mixed |= each.pointer.data_ptr()
-    width = next(w for w in (8, 4, 2, 1) if mixed % w == 0)
-    word = np.dtype(f"i{width}")
-    pointers = [Pointer(o.pointer.data_ptr(), word, o.pointer) for o in operands]
-    return (nbytes // width, *pointers)
-
-
-def elements(shape: Sequence[int]) -> int:
-    """Number of elements of a shape."""
-    return math.prod(shape)

@@ -11,6 +11,7 @@ Every function accepts constexpr values, Python integers and tensors. Triton rej
 from __future__ import annotations
 
 from tdx.language.address import consume_token, num_ranks, rank, symm_at
+from tdx.language.arrival import MAX_WAIT_ANY, nothing_done, wait_any
 from tdx.language.collective import barrier, epoch, grid_barrier, num_blocks
 from tdx.language.memory import (
     broadcast,
@@ -24,6 +25,7 @@ from tdx.language.memory import (
 from tdx.language.signal import load_ll, notify, program_index, store_ll, wait, wait_all
 
 __all__ = [
+    "MAX_WAIT_ANY",
     "barrier",
     "broadcast",
     "consume_token",
@@ -33,6 +35,7 @@ __all__ = [
     "get",
     "grid_barrier",
     "load_ll",
+    "nothing_done",
     "notify",
     "num_blocks",
     "num_ranks",
@@ -45,4 +48,5 @@ __all__ = [
     "symm_at",
     "wait",
     "wait_all",
+    "wait_any",
 ]

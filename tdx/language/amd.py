@@ -65,10 +65,11 @@ def publish(target, value, op: tl.constexpr, when, control):
     if is_block(target):
         send = (device_call("tdx_fault", "i64", "i64", (control,)) == 0) & as_tensor(when).to(tl.int1)
         tl.debug_barrier()
+        device_call("tdx_release", "i32", "", ())
         if op == "set":
-            tl.atomic_xchg(target, value, mask=send, sem="release", scope="sys")
+            tl.atomic_xchg(target, value, mask=send, sem="relaxed", scope="sys")
         else:
-            tl.atomic_add(target, value, mask=send, sem="release", scope="sys")
+            tl.atomic_add(target, value, mask=send, sem="relaxed", scope="sys")
     else:
         may = device_call("tdx_may_publish", "i32", "i32,i64", (when, control))
         tl.debug_barrier()

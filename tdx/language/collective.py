@@ -15,6 +15,7 @@ import triton.language as tl
 
 from tdx import abi
 from tdx.language.address import num_ranks, rank, symm_at, team_index
+from tdx.language.memory import fence
 from tdx.language.signal import _wait_span, program_barrier, program_index, publish
 
 _BLOCKS = tl.constexpr(abi.CHANNEL_PACK_SHIFT)
@@ -86,7 +87,7 @@ def grid_barrier(channel):
     programs after it, and by cumulativity to whoever they notify later.
     Needs co-resident programs: a cooperative launch, or a grid that fits the device.
     """
-    program_barrier()
+    fence()
     # The first program adds 2**31 - (blocks - 1), the others 1: when all have come, the sign bit
     # has flipped and the lower bits are as before. Nothing is ever reset.
     first = (1 - num_blocks(channel).to(tl.int64) - _PHASE).to(tl.int32)

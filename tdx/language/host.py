@@ -37,6 +37,11 @@ class Executor(Protocol):
         False when the deadline passes, having written the fault record, or when a fault stands.
         """
 
+    def wait_any(
+        self, addresses: np.ndarray, value: int, control: int, team: int
+    ) -> tuple[np.ndarray, bool]:
+        """Suspend until one of the words reaches `value`; which of them have, and ok."""
+
     def load_ll(
         self,
         addresses: np.ndarray,
@@ -83,6 +88,21 @@ def wait_span(ptr, count, value, cmp, control, team, peer, _semantic=None):
         _scalar(peer) + lanes,
     )
     return host_tensor(np.array([bool(ok)]))
+
+
+@intrinsic
+def wait_any(ptr, value, active, control, team, _semantic=None):
+    """Which of the active words from `ptr` on reached `value` (a block), once any has; and ok."""
+    lanes = np.flatnonzero(_array(active))
+    ready = np.zeros(_array(active).shape, bool)
+    seen, ok = _running().wait_any(
+        (_scalar(ptr) + 4 * lanes).astype(np.uint64),
+        _scalar(value),
+        _scalar(control),
+        _scalar(team),
+    )
+    ready[lanes] = seen
+    return host_tensor(ready, like=active), host_tensor(np.array([bool(ok)]))
 
 
 @intrinsic

@@ -95,6 +95,10 @@ class Array:
         """The array with its axes reversed, a view."""
         return self._view(self._address, self.shape[::-1], self.strides[::-1], self.dtype)
 
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements, as `TensorDescriptor.from_tensor` asks for them."""
+        return tuple(s // self.itemsize for s in self.strides)
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a 0-dimensional array")

@@ -7,7 +7,6 @@ and returns a local block to the driver.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ __all__ = ["Block", "Exports", "LocalBlock", "SymmetricBlock"]
 
 
 class Exports:
-    """Which exports of a world's memory are still held by consumers.
+    """Which exports of a world's memory are still held by consumers, and whether it is closed.
 
     Finalizers call this in any thread, so it only adds to and discards from a set. When the
     world has been closed, the last consumer's release runs `on_last`.
@@ -32,6 +31,7 @@ class Exports:
     def __init__(self) -> None:
         self._held: set[object] = set()
         self.on_last: Callable[[], None] | None = None
+        self.closed = False
 
     def __len__(self) -> int:
         return len(self._held)
@@ -64,7 +64,9 @@ class Block:
         self._held = 0
 
     def check(self) -> None:
-        """Raise Closed if the memory is gone."""
+        """Raise Closed if the memory, or its world, is gone."""
+        if self.exports.closed:
+            raise Closed(f"array {self.name}: its world is closed")
         if self.freed:
             raise Closed(f"array {self.name} was freed")
 
@@ -107,17 +109,14 @@ class LocalBlock(Block):
 
     def __init__(self, driver: Driver, exports: Exports, nbytes: int, name: str, stream: int):
         super().__init__(driver, exports, driver.alloc(max(1, nbytes), stream), nbytes, name)
-        self._finalizer = weakref.finalize(self, _return, driver, self.address, stream)
+        self.stream = stream
+        self._finalizer = weakref.finalize(self, driver.free, self.address, stream)
         self._finalizer.atexit = False
 
     def free(self) -> None:
         super().free()
-        self._finalizer()
-
-
-def _return(driver: Driver, address: int, stream: int) -> None:
-    with contextlib.suppress(Closed, InvalidArgument):
-        driver.free(address, stream)
+        self._finalizer.detach()
+        self.driver.free(self.address, self.stream)
 
 
 class SymmetricBlock(Block):
@@ -134,11 +133,6 @@ class SymmetricBlock(Block):
         super().__init__(driver, exports, window.address(window.rank, self.offset), nbytes, name)
         self._finalizer = weakref.finalize(self, region.heap.drop, self.offset - region.start)
         self._finalizer.atexit = False
-
-    def check(self) -> None:
-        if self.region.window.closed:
-            raise Closed(f"array {self.name}: its world is closed")
-        super().check()
 
     def free(self) -> None:
         super().free()

@@ -6,6 +6,7 @@ Layouts: tdx/abi.py. A fault is sticky: the first one is kept, and every later c
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tdx import abi
-from tdx.runtime.errors import PeerTimeout, TdxError
+from tdx.runtime.errors import PeerLost, PeerTimeout, TdxError
+from tdx.runtime.outcomes import describe_ranks
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
@@ -39,6 +41,10 @@ class Pointer:
     def data_ptr(self) -> int:
         return self._address
 
+    def cast(self, dtype: str) -> Pointer:
+        """The same address with another element type."""
+        return Pointer(self._address, np.dtype(dtype), self.owner)
+
 
 class Faults:
     """Owns the control block and the fault record of a world."""
@@ -55,6 +61,9 @@ class Faults:
         self.control = Pointer(self.address, np.dtype(np.int64))
         self.set_table(0, range(world.size))
         self.first: TdxError | None = None
+        self.raised: TdxError | None = None  # the fault, once a caller has been told
+        self.abort = False  # end the process when a peer is lost
+        self._lock = threading.Lock()
         self._said = False
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="tdx-watcher", daemon=True)
@@ -74,12 +83,29 @@ class Faults:
     def check(self) -> None:
         """Raise the fault that stands, if any; one read of host memory."""
         if self.record[abi.RECORD_STATE]:
-            raise self._exception()
+            self.raised = self._exception()
+            raise self.raised.with_traceback(None)
+
+    def halt(self) -> None:
+        """Make every wait of a running kernel give up at once."""
+        self._world.driver.poke(self.address + 8 * abi.CONTROL_FAULT, abi.FAULT_HOST)
 
     def _exception(self) -> TdxError:
-        if self.first is None:
-            self.first = self._describe()
-        return self.first
+        with self._lock:
+            if self.first is None:
+                self.first = self._describe()
+            return self.first
+
+    def _lose(self, ranks: frozenset[int]) -> None:
+        """The fault of peers that are gone, unless another one stands."""
+        with self._lock:
+            if self.first is None and not self.record[abi.RECORD_STATE]:
+                self.first = PeerLost(
+                    f"rank {self._world.rank} lost {describe_ranks(ranks)}: the process has ended",
+                    sorted(ranks),
+                )
+                self.record[abi.RECORD_STATE] = 1
+        self.halt()
 
     def _describe(self) -> TdxError:
         record = self.record
@@ -92,6 +118,13 @@ class Faults:
         who = f"rank {peer}" if peer >= 0 else "a peer"
         call = f", call {site.calls}" if site.calls else ""
         where = f", called at {site.location}" if site.location else ""
+        channels = world.channels
+        if peer in channels.lost() | channels.departed():
+            return PeerLost(
+                f"rank {world.rank} lost rank {peer} while it waited in {site.operation}{call} for "
+                f"signal {site.signal}{where}",
+                [peer],
+            )
         waiting = "".join(f"\n  {line}" for line in world.waiting_programs())
         return PeerTimeout(
             f"rank {world.rank} waited {world.timeout_s:g} s for {who}: {site.operation}{call}, "
@@ -110,10 +143,15 @@ class Faults:
     def _watch(self) -> None:
         """Say a fault once on stderr, also while the host sits in the user's code."""
         while not self._stop.wait(_WATCH_S):
+            lost = self._world.channels.lost()
+            if lost and self.first is None:
+                self._lose(lost)
             if self.record[abi.RECORD_STATE] and not self._said:
                 self._said = True
                 sys.stderr.write(f"tdx: {self._exception()}\n")
                 sys.stderr.flush()
+            if lost and self.abort:
+                os._exit(1)
 
     def close(self) -> None:
         """Stop the watcher and return the memory; no kernel may run any more."""

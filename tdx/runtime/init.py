@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
+import os
 from typing import Any
 
 from tdx.runtime import backends
@@ -21,6 +21,7 @@ __all__ = ["current_world", "init"]
 
 _open: World | None = None
 _POLICIES = ("raise", "abort")
+_LONGEST_TIMEOUT_S = 1e9  # in nanoseconds it fits 64 bits
 
 
 def init(
@@ -55,8 +56,6 @@ def init(
         The device or its memory.
     """
     global _open
-    if _open is not None and not _open.closed:
-        raise InvalidArgument(f"{_open} is open already; close it before the next tdx.init()")
     communicator = open_comm(comm)
     undo = Undo()
     try:
@@ -79,9 +78,10 @@ def current_world() -> World | None:
 @atexit.register
 def _at_exit() -> None:
     """A process that ends with an open world must not leave its device thread running."""
-    if _open is not None and not _open.closed:
+    world = current_world()
+    if world is not None and world.process == os.getpid():  # not in a forked copy
         with contextlib.suppress(TdxError):
-            _open._close(meet=False)
+            world._close(meet=False)
 
 
 def _bring_up(
@@ -93,7 +93,9 @@ def _bring_up(
     undo: Undo,
 ) -> World:
     topology = discover(comm)
-    chosen = _together(comm, "tdx.init", lambda: _checked(backend, heap_bytes, timeout_s, on_peer_failure))
+    chosen = _together(
+        comm, "tdx.init", lambda: _checked(backend, heap_bytes, timeout_s, on_peer_failure)
+    )
     settings = f"backend={chosen}, heap_bytes={heap_bytes}, timeout_s={timeout_s}, " + (
         f"on_peer_failure={on_peer_failure}"
     )
@@ -111,6 +113,7 @@ def _bring_up(
     driver.install()
     undo.add(driver.uninstall)
     world = World(topology, channel, driver, heap_bytes, memory, timeout_s, undo)
+    world.faults.abort = on_peer_failure == "abort"
     world.own(undo)
     channel.barrier("tdx.init")
     return world
@@ -119,16 +122,21 @@ def _bring_up(
 def _checked(
     backend: str | None, heap_bytes: int | None, timeout_s: float, on_peer_failure: str
 ) -> str:
+    if current_world() is not None:
+        raise InvalidArgument(f"{_open} is open already; close it before the next tdx.init()")
     if heap_bytes is not None and (
         isinstance(heap_bytes, bool) or not isinstance(heap_bytes, int) or heap_bytes < 256
     ):
-        raise InvalidArgument(f"heap_bytes must be an int of at least 256 bytes, got {heap_bytes!r}")
+        raise InvalidArgument(f"heap_bytes must be an int of 256 bytes or more, got {heap_bytes!r}")
     if (
         isinstance(timeout_s, bool)
         or not isinstance(timeout_s, (int, float))
-        or not 0 <= timeout_s < math.inf
+        or not 0 <= timeout_s <= _LONGEST_TIMEOUT_S
     ):
-        raise InvalidArgument(f"timeout_s must be a number of seconds >= 0, got {timeout_s!r}")
+        raise InvalidArgument(
+            f"timeout_s must be a number of seconds in 0..{_LONGEST_TIMEOUT_S:g} (0: no deadline), "
+            f"got {timeout_s!r}"
+        )
     if on_peer_failure not in _POLICIES:
         raise InvalidArgument(f"on_peer_failure={on_peer_failure!r} is not one of {_POLICIES}")
     return backends.choose(backend)
@@ -139,7 +147,7 @@ def _together(comm: Comm, what: str, step: Any) -> Any:
     result, error = None, None
     try:
         result = step()
-    except TdxError as caught:
+    except Exception as caught:  # whatever it is: the peers must not wait for this rank
         error = caught
     outcomes = comm.allgather(pack_error(error))
     if error is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tdx.runtime.faults import Pointer
     from tdx.runtime.world import Group, World
 
-__all__ = ["Channel", "Handle", "Site", "Sites", "make_channel"]
+__all__ = ["Channel", "Handle", "Site", "Sites", "check_blocks", "make_channel"]
 
 _MAX_BLOCKS = 1 << 16
 
@@ -61,8 +61,10 @@ class Sites:
     def add(self, offset: int, nbytes: int, site: Site) -> None:
         self._sites[offset] = (nbytes, site)
 
-    def remove(self, offset: int) -> None:
-        self._sites.pop(offset, None)
+    def remove(self, offset: int, site: Site) -> None:
+        """Take the site out, unless a later block has taken its place."""
+        if self._sites.get(offset, (0, None))[1] is site:
+            del self._sites[offset]
 
     def find(self, offset: int) -> Site:
         """The site of the block that holds byte `offset`, with the word's index in its name."""
@@ -73,13 +75,19 @@ class Sites:
         return Site("kernel", f"heap offset {offset:#x}")
 
 
+def check_blocks(blocks: int) -> None:
+    """Raise InvalidArgument for what cannot be a channel's number of blocks."""
+    whole = isinstance(blocks, (int, np.integer)) and not isinstance(blocks, bool)
+    if not whole or not 1 <= blocks <= _MAX_BLOCKS:
+        raise InvalidArgument(f"a channel takes 1 to {_MAX_BLOCKS} blocks, got {blocks!r}")
+
+
 def make_channel(world: World, group: Group, blocks: int, site: Site) -> Channel:
     """Signals for `blocks` blocks of every rank of `group`, zeroed. Collective, not agreed here.
 
     The caller must have all ranks of the group meet before a peer's first use.
     """
-    if not isinstance(blocks, (int, np.integer)) or not 1 <= blocks <= _MAX_BLOCKS:
-        raise InvalidArgument(f"a channel takes 1 to {_MAX_BLOCKS} blocks, got {blocks!r}")
+    check_blocks(blocks)
     words = abi.channel_words(int(blocks), group.size)
     array = world.allocate_runtime((words,), np.dtype(np.int32), site)
     assert isinstance(array._block, SymmetricBlock)

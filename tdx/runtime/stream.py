@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tdx.runtime.errors import Closed, InvalidArgument
@@ -16,15 +17,18 @@ __all__ = ["Event", "Stream", "stream_handle"]
 class Event:
     """A point in a stream, made by `Stream.record`."""
 
-    def __init__(self, driver: Driver, stream: int):
+    def __init__(self, driver: Driver, stream: int, check: Callable[[], None]):
         self._driver = driver
+        self._check = check
         self.handle = driver.event_create(timing=True)
-        self._finalizer = weakref.finalize(self, driver.event_destroy, self.handle)
+        weakref.finalize(self, driver.event_destroy, self.handle).atexit = False
         driver.event_record(self.handle, stream)
 
     def wait(self) -> None:
-        """Block the calling thread until the point is reached."""
+        """Block the calling thread until the point is reached. Raises a pending fault, Closed."""
+        self._check()
         self._driver.event_synchronize(self.handle)
+        self._check()
 
     def query(self) -> bool:
         """Whether the point is reached."""
@@ -44,8 +48,10 @@ class Stream:
         The driver's stream, as `__cuda_stream__` gives it.
     """
 
-    def __init__(self, driver: Driver, priority: int = 0):
+    def __init__(self, driver: Driver, priority: int, check: Callable[[], None]):
+        """`check` raises what stands against using the world: a fault, or that it is closed."""
         self._driver = driver
+        self._check_world = check
         self.handle = driver.stream_create(priority)
         self._open = True
 
@@ -60,12 +66,13 @@ class Stream:
     def record(self) -> Event:
         """An event that is reached when the work queued so far is done."""
         self._check()
-        return Event(self._driver, self.handle)
+        return Event(self._driver, self.handle, self._check_world)
 
     def synchronize(self) -> None:
-        """Wait for the work queued so far; raises the error of a kernel that failed."""
+        """Wait for the work queued so far. Raises a pending fault, the error of a kernel, Closed."""
         self._check()
         self._driver.stream_synchronize(self.handle)
+        self._check_world()
 
     def close(self) -> None:
         """Destroy the stream once its work is done; repeated calls do nothing."""

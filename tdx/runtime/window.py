@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tdx.runtime.errors import Closed, HeapExhausted
+from tdx.runtime.errors import HeapExhausted
 from tdx.runtime.heap import Heap, HeapFull, format_bytes
 from tdx.runtime.undo import Undo
 
@@ -41,7 +41,6 @@ class Window:
         self.stride = driver.default_stride()
         self.base = driver.addr_reserve(self.stride * size)
         self._mappings: list[tuple[int, int]] = []  # (offset, bytes), mapped for all ranks
-        self.closed = False
 
     def address(self, rank: int, offset: int = 0) -> int:
         """Where byte `offset` of rank `rank`'s heap is mapped here."""
@@ -93,15 +92,10 @@ class Window:
             undo.forget(driver.mem_unmap)
             self._mappings.append((offset, nbytes))
 
-    def detach(self) -> None:
-        """Refuse further use of arrays, but keep the memory mapped until `close`."""
-        self.closed = True
-
     def close(self) -> None:
         """Unmap everything. Arrays and their views must not be used afterwards."""
         if not self.base:
             return
-        self.closed = True
         for offset, nbytes in self._mappings:
             for rank in range(self.size):
                 self._driver.mem_unmap(self.address(rank, offset), nbytes)
@@ -133,8 +127,6 @@ class Region:
 
     def allocate(self, nbytes: int, label: str) -> int:
         """Offset (from the rank's heap start) of a new block; HeapExhausted on every rank."""
-        if self.window.closed:
-            raise Closed("the world is closed")
         try:
             return self.start + self.heap.allocate(nbytes)
         except HeapFull:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from tdx.runtime.copies import Copies
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError, Unsupported
 from tdx.runtime.faults import Faults
 from tdx.runtime.group import Group, Team, check_rank, make_handle
-from tdx.runtime.signals import Channel, Site, Sites, make_channel
+from tdx.runtime.signals import Channel, Site, Sites, check_blocks, make_channel
 from tdx.runtime.stream import Stream, stream_handle
 from tdx.runtime.undo import Undo
 from tdx.runtime.window import Region, Window
@@ -79,6 +80,7 @@ class World(Group):
         self.closed = False
         self.recording: Graph | None = None
         self.plans: dict[Any, Any] = {}  # one-line functions keep their plans here
+        self.process = os.getpid()
         self._exports = Exports()
         self._sites = Sites()
         self._teams: dict[int, tuple[int, ...]] = {0: self.ranks}
@@ -174,7 +176,7 @@ class World(Group):
     def _symmetric(self, region: Region, nbytes: int, label: str, site: Site) -> SymmetricBlock:
         block = SymmetricBlock(self.driver, self._exports, region, nbytes, label)
         self._sites.add(block.offset, nbytes, site)
-        weakref.finalize(block, self._sites.remove, block.offset).atexit = False
+        weakref.finalize(block, self._sites.remove, block.offset, site).atexit = False
         return block
 
     def _fill_zero(self, array: Array) -> None:
@@ -197,12 +199,16 @@ class World(Group):
         Members get the team, others None. Raises InvalidArgument, CollectiveMismatch.
         """
         self.check()
-        members = tuple(check_rank(rank, self.size, "team rank") for rank in ranks)
-        refused = None
-        if not members or len(set(members)) != len(members):
-            refused = InvalidArgument(f"a team needs one or more different ranks, got {members}")
-        elif len(self._teams) > abi.MAX_TEAMS:
-            refused = Unsupported(f"a world has at most {abi.MAX_TEAMS} teams")
+        members: tuple[int, ...] = ()
+        refused: TdxError | None = None
+        try:
+            members = tuple(check_rank(rank, self.size, "team rank") for rank in ranks)
+            if not members or len(set(members)) != len(members):
+                raise InvalidArgument(f"a team needs one or more different ranks, got {members}")
+            if len(self._teams) > abi.MAX_TEAMS:
+                raise Unsupported(f"a world has at most {abi.MAX_TEAMS} teams")
+        except TdxError as error:
+            refused = error
         self.channels.agree(f"team({list(members)})", refused)
         index = len(self._teams)
         self._teams[index] = members
@@ -229,15 +235,13 @@ class World(Group):
         """
         self.check()
         group = self.group(team)
-        refused, result = None, None
+        refused: TdxError | None = None
         try:
-            site = Site("kernel", f"channel({blocks})")
-            if not isinstance(blocks, (int, np.integer)) or blocks < 1:
-                raise InvalidArgument(f"a channel takes 1 or more blocks, got {blocks!r}")
+            check_blocks(blocks)
         except TdxError as error:
             refused = error
         self.channels.agree(f"channel(blocks={blocks})", refused, members=group.ranks)
-        result = make_channel(self, group, blocks, site)
+        result = make_channel(self, group, blocks, Site("kernel", f"channel({blocks})"))
         self.meet("channel", group)
         return result
 
@@ -253,7 +257,7 @@ class World(Group):
 
     def new_stream(self, priority: int = 0) -> Stream:
         """A stream of this world's device; a lower number is a higher priority."""
-        stream = Stream(self.driver, priority)
+        stream = Stream(self.driver, priority, self.check)
         self._streams.append(stream)
         return stream
 
@@ -326,6 +330,7 @@ class World(Group):
     def _close(self, meet: bool) -> None:
         if self.closed:
             return
+        known = self.faults.raised  # the caller has seen it: closing is what is left to do
         failure: BaseException | None = None
         try:
             if meet:
@@ -333,11 +338,15 @@ class World(Group):
                 self.channels.barrier("close")
         except TdxError as error:
             failure = error
-        self.closed = True
+        if failure is not None or not meet:
+            self.faults.halt()
+            self.driver.abandon()
+        self.closed = self._exports.closed = True
         self.plans.clear()
-        for error in self._release():
-            failure = failure or error
-        if failure is not None:
+        failures = self._release()
+        if failure is None and failures:
+            failure = failures[0]
+        if failure is not None and failure is not known:
             raise failure
 
     def _release(self) -> list[BaseException]:
@@ -352,7 +361,6 @@ class World(Group):
             )
             undo.forget(self.window.close)
             self._exports.on_last = self.window.close
-            self.window.detach()
         undo.add(self._close_streams)
         return undo.rollback()
 

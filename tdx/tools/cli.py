@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     module = None
     for name, (path, text) in _COMMANDS.items():
-        sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name == chosen:
             module = importlib.import_module(path)
             module.add_arguments(sub)

@@ -172,8 +172,8 @@ class Job:
         self._drain(rank)
         if self._end_at is not None:  # it fell with the others
             return
-        rank.err.write((trace or "").encode(errors="backslashreplace"))
         rank.err.flush()
+        rank.err.write((trace or "").encode(errors="backslashreplace"))
         if error:
             text = f"raised {error}"
         elif code > 0:

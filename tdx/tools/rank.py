@@ -119,7 +119,7 @@ def _execute(flag: str, target: str, report: int) -> int:
             print(code, file=sys.stderr)
             code = 1
         code &= 0xFF
-        if code:
+        if code:  # before exit handlers, of which MPI_Finalize would wait for the other ranks
             _flush()
             _report(report, code=code)
         return code

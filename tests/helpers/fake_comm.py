@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,11 @@ def run_processes(size: int, body: Callable[[Any], Any], timeout_s: float = 30.0
         pipes[rank][1].send(result)
 
     processes = [context.Process(target=run, args=(rank,)) for rank in range(size)]
-    for process in processes:
-        process.start()
+    with warnings.catch_warnings():
+        # fork in a process with threads: those of this module hold no lock across it
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for process in processes:
+            process.start()
     for comm, (_, writer) in zip(comms, pipes, strict=True):
         comm._sock.close()
         writer.close()

@@ -186,11 +186,10 @@ def test_imported_mpi4py_is_used_without_a_launcher():
 
 @pytest.mark.parametrize("imported", [False, True])
 def test_launcher_of_the_other_mpi(imported):
-    from mpi4py import MPI
-
+    version = run_python("from mpi4py import MPI; print(MPI.Get_library_version())").stdout
     env = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0"}
     launcher = "srun"
-    if not imported and "MPICH" in MPI.Get_library_version():
+    if not imported and "MPICH" in version:
         env = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "0"}  # would end the process in MPI_Init
         launcher = "Open MPI's mpirun"
     code = "from mpi4py import MPI;" * imported

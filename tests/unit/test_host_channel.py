@@ -339,6 +339,7 @@ sys.stdout.write('good\\n')
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_mpi_ranks(size):
     done = run_python(MPI_BODY, launch=size)

@@ -52,6 +52,12 @@ class Driver(Protocol):
     def synchronize(self) -> None:
         """Wait for all streams; raises the error of a kernel that failed."""
 
+    def abandon(self) -> None:
+        """Give up queued work where the device can; returns when nothing runs any more."""
+
+    def poke(self, address: int, value: int) -> None:
+        """Store a 64-bit word in device memory at once, whatever the streams do; any thread."""
+
     def set_timeout(self, seconds: float) -> None:
         """Deadline of kernels; 0: none."""
 

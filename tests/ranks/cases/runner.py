@@ -1,4 +1,4 @@
-"""The case runner itself, with mpi4py only."""
+"""The case runner itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 
+import tdx
 from tests.helpers.cases import isolated, worlds
 
 
@@ -36,3 +37,16 @@ def case_survivors_go_on(comm):
 @worlds(2)
 def case_own_process(comm, backend):
     assert backend in ("host", "cuda", "hip")
+
+
+@pytest.mark.smoke
+def case_world_is_shared_by_cases(world, comm):
+    assert (world.rank, world.size) == (comm.Get_rank(), comm.Get_size())
+    world.barrier()
+
+
+@isolated
+@worlds(1, 2)
+def case_world_of_ones_own(comm, backend):
+    with tdx.init(backend=backend) as world:
+        assert world.size == comm.Get_size()

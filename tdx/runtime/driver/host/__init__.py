@@ -60,8 +60,14 @@ class HostDriver(HostMemory):
     def synchronize(self) -> None:
         self.device.synchronize()
 
+    def abandon(self) -> None:
+        self.device.abandon()
+
     def default_stride(self) -> int:
         return _STRIDE
+
+    def poke(self, address: int, value: int) -> None:
+        ctypes.c_int64.from_address(address).value = value
 
     def set_timeout(self, seconds: float) -> None:
         """Deadline of programs that spin without `wait`; 0: none."""
@@ -69,10 +75,15 @@ class HostDriver(HostMemory):
 
     # ---- local memory and copies
     def alloc(self, nbytes: int, stream: int) -> int:
+        limit = self.info.memory_bytes
         try:
+            if nbytes > limit:
+                raise MemoryError
             block = (ctypes.c_char * (nbytes + _ALIGNMENT))()
-        except MemoryError as error:
-            raise HeapExhausted(f"{nbytes} bytes of local memory cannot be had") from error
+        except MemoryError:
+            raise HeapExhausted(
+                f"{nbytes} bytes of local memory cannot be had; this rank may use {limit}"
+            ) from None
         address = -(-ctypes.addressof(block) // _ALIGNMENT) * _ALIGNMENT
         self._local[address] = block
         return address
@@ -200,7 +211,7 @@ class HostDriver(HostMemory):
         """Who waits for what, over all streams."""
         return [
             text
-            for stream in self.device.streams.values()
+            for stream in list(self.device.streams.values())
             if stream.queue and isinstance(stream.queue[0], KernelRun)
             for text in stream.queue[0].waiting()
         ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import threadpoolctl
 import triton.language as tl
 from triton._C.libtriton import interpreter as native
 from triton._C.libtriton import ir
@@ -17,6 +21,24 @@ from tdx.runtime.driver.host.device import Device
 from tdx.runtime.driver.host.numerics import NARROW, from_float32, to_float32
 
 __all__ = ["HostBuilder", "HostReduceOps", "HostScanOps"]
+
+
+@functools.cache
+def _blas_libraries() -> list[Any]:
+    return list(threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers)
+
+
+@contextlib.contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """A tile is too small to share: with several ranks a core, BLAS threads wait for each other."""
+    before = [(library, library.get_num_threads()) for library in _blas_libraries()]
+    for library, _ in before:
+        library.set_num_threads(1)
+    try:
+        yield
+    finally:
+        for library, threads in before:
+            library.set_num_threads(threads)
 
 
 def _narrow(handle: TensorHandle) -> bool:
@@ -106,7 +128,10 @@ class HostBuilder(interpreter.InterpreterBuilder):
         exact = np.float64 if d.data.dtype == np.float64 else np.float32
         if d.data.dtype.kind in "iu":
             return super().create_dot(a, b, d, precision, imprecise)
-        product = np.matmul(_wide(a).astype(exact, copy=False), _wide(b).astype(exact, copy=False))
+        with _one_blas_thread():
+            product = np.matmul(
+                _wide(a).astype(exact, copy=False), _wide(b).astype(exact, copy=False)
+            )
         return TensorHandle((product + d.data).astype(d.data.dtype, copy=False), d.dtype.scalar)
 
     # ---- scheduling points
@@ -121,7 +146,9 @@ class HostBuilder(interpreter.InterpreterBuilder):
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         result = super().create_masked_store(ptrs, value, mask, *rest, **named)
-        self._breathe()
+        fibre = self.device.running if self.device is not None else None
+        if fibre is not None:
+            fibre.stored()
         return result
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> TensorHandle:

@@ -114,6 +114,7 @@ class Device:
         self.random = random.Random(config.host_seed) if config.host_seed else None
         self._handles = iter(range(1, 1 << 62))
         self._stopping = False
+        self._abandoning = False
         self._thread: threading.Thread | None = None
         self._order: list[Stream] = []
 
@@ -129,6 +130,14 @@ class Device:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def abandon(self) -> None:
+        """Drop what is queued, without an error; returns when nothing runs any more."""
+        with self.changed:
+            self._abandoning = self._thread is not None
+            self.changed.notify_all()
+            while self._abandoning:
+                self.changed.wait(1.0)
 
     @property
     def on_device_thread(self) -> bool:
@@ -215,7 +224,7 @@ class Device:
             raise error
 
     def synchronize(self) -> None:
-        self.wait(lambda: all(not s.queue for s in self.streams.values()), lambda: False)
+        self.wait(lambda: all(not s.queue for s in self.streams.values()), lambda: True)
 
     def synchronize_stream(self, handle: int) -> None:
         stream = self.streams.get(handle)
@@ -227,12 +236,15 @@ class Device:
         """Keep the first error for the next synchronising call and drop all queued work."""
         with self.changed:
             self.error = self.error or error
-            for stream in self.streams.values():
-                while stream.queue:
-                    stream.queue.popleft().abandon()
-            for event in self.events.values():
-                event.reached = event.wanted
-            self.changed.notify_all()
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        for stream in self.streams.values():
+            while stream.queue:
+                stream.queue.popleft().abandon()
+        for event in self.events.values():
+            event.reached = event.wanted
+        self.changed.notify_all()
 
     # ---- the device thread
     def _run(self) -> None:
@@ -240,15 +252,17 @@ class Device:
         still_since = 0.0
         while True:
             with self.changed:
-                while not self._stopping and not any(s.queue for s in self._order):
+                while not (
+                    self._stopping or self._abandoning or any(s.queue for s in self._order)
+                ):
                     self.changed.wait()
                     idle = 0
-                if self._stopping:
-                    for stream in self.streams.values():
-                        while stream.queue:
-                            stream.queue.popleft().abandon()
-                    self.changed.notify_all()
-                    return
+                if self._stopping or self._abandoning:
+                    self._drop_all()
+                    self.error, self._abandoning = None, False
+                    if self._stopping:
+                        return
+                    continue
                 order = list(self._order)
             if self.random is not None:
                 self.random.shuffle(order)

@@ -68,10 +68,30 @@ class HostExecutor:
 
         ok = self._bounded(finished, describe, give_up, control)
         if ok and not _STRONG_LOADS:
-            everything = np.ones(flat.shape, bool)
-            zero = np.zeros(flat.shape, np.int32)
-            native.atomic_rmw(native.RMW_OP.ADD, flat, zero, everything, native.MEM_SEMANTIC.ACQUIRE)
+            self._acquire(flat)
         return ok
+
+    def wait_any(
+        self, addresses: np.ndarray, value: int, control: int, team: int
+    ) -> tuple[np.ndarray, bool]:
+        """Wait until an int32 word is >= `value` (wrap-safe): which words are, and False: gave up."""
+        cells = [ctypes.c_int32.from_address(int(a)) for a in addresses]
+        ready = np.zeros(len(cells), bool)
+
+        def finished() -> bool:
+            ready[:] = [(cell.value - value) & 0xFFFFFFFF < 0x80000000 for cell in cells]
+            return bool(ready.any())
+
+        def describe() -> str:
+            return f"one of {len(cells)} words from {int(addresses[0]):#x} >= {value}"
+
+        def give_up() -> None:
+            self._fault(control, team, -1, int(addresses[0]), value, cells[0].value)
+
+        ok = self._bounded(finished, describe, give_up, control)
+        if ok and not _STRONG_LOADS:
+            self._acquire(addresses)
+        return ready, ok
 
     def load_ll(
         self,
@@ -107,6 +127,12 @@ class HostExecutor:
 
         ok = self._bounded(finished, describe, give_up, control)
         return (words & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32), ok
+
+    @staticmethod
+    def _acquire(addresses: np.ndarray) -> None:
+        everything = np.ones(addresses.shape, bool)
+        zero = np.zeros(addresses.shape, np.int32)
+        native.atomic_rmw(native.RMW_OP.ADD, addresses, zero, everything, native.MEM_SEMANTIC.ACQUIRE)
 
     def fault(self, control: int) -> bool:
         """Whether a fault stands."""

@@ -10,7 +10,13 @@ This is the only file besides builder.py that touches the interpreter's internal
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import types
+import weakref
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -35,7 +41,7 @@ Launcher = Callable[[PreparedKernel, dict[str, Any]], None]
 
 _builder: HostBuilder | None = None
 _launcher: Launcher | None = None
-_rewritten: dict[Any, Callable[..., Any]] = {}
+_rewritten: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
 class _NoScope:
@@ -91,29 +97,49 @@ def _method(function: Any) -> Callable[..., Any]:
 
 
 class _Rewriter(interpreter.FunctionRewriter):
-    """Compiles the rewritten source against the kernel's own globals."""
+    """Compiles the rewritten source against the kernel's own globals and closure."""
 
     def _compile_and_exec(self, transformed_ast: Any) -> Any:
-        code = compile(transformed_ast, filename=self.filename, mode="exec")
-        scope = self.fn.__globals__
-        if self.fn.__closure__:  # a kernel defined inside a function sees that function's names
-            cells = zip(self.fn.__code__.co_freevars, self.fn.__closure__, strict=True)
-            scope = {**scope, **{name: cell.cell_contents for name, cell in cells}}
-        scope["interpreter_semantic"] = interpreter.interpreter_semantic
-        comparison = getattr(interpreter, "_InterpreterComparison", None)
-        if comparison is not None:
-            scope["_InterpreterComparison"] = comparison
-        names: dict[str, Any] = {}
-        exec(code, scope, names)
-        return names[self.fn.__name__]
+        raw = self.fn
+        names = raw.__code__.co_freevars
+        definition = transformed_ast.body[0]
+        # these were evaluated where the kernel was defined, and are taken from there
+        definition.decorator_list, definition.returns = [], None
+        _strip(definition.args)
+        outer = ast.parse(f"def outer({', '.join(names)}):\n    return {definition.name}")
+        outer.body[0].body.insert(0, definition)  # type: ignore[attr-defined]
+        module = compile(ast.fix_missing_locations(outer), filename=self.filename, mode="exec")
+        outer_code = next(c for c in module.co_consts if hasattr(c, "co_name"))
+        code = next(
+            c for c in outer_code.co_consts if getattr(c, "co_name", None) == definition.name
+        )
+        cells = dict(zip(names, raw.__closure__ or (), strict=True))
+        closure = tuple(cells[name] for name in code.co_freevars)
+        scope = raw.__globals__
+        for name in ("interpreter_semantic", "_InterpreterComparison"):  # 3.6 has no second
+            if hasattr(interpreter, name):
+                scope[name] = getattr(interpreter, name)
+        function = types.FunctionType(code, scope, raw.__name__, raw.__defaults__, closure)
+        function.__kwdefaults__ = raw.__kwdefaults__
+        return function
+
+
+def _strip(args: ast.arguments) -> None:
+    """Remove defaults and annotations, but keep which parameters may be left out."""
+    for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
+        if arg is not None:
+            arg.annotation = None
+    args.defaults = [ast.Constant(None) for _ in args.defaults]
+    args.kw_defaults = [None if d is None else ast.Constant(None) for d in args.kw_defaults]
 
 
 def _interpreted(function: Any) -> Callable[..., Any]:
     """The Python function of a jitted one, rewritten for the interpreter."""
     raw = function.fn
-    if raw not in _rewritten:
-        _rewritten[raw] = _Rewriter(raw).rewrite_ast()
-    return _rewritten[raw]
+    rewritten = _rewritten.get(raw)
+    if rewritten is None:
+        rewritten = _rewritten[raw] = _Rewriter(raw).rewrite_ast()
+    return rewritten
 
 
 def _call(self: Any, *args: Any, **named: Any) -> Any:
@@ -131,7 +157,25 @@ def _launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any
             f"{self.fn.__name__}: no world is open; call tdx.init() before launching kernels"
         )
     options = {name: named.pop(name) for name in list(named) if name not in self.arg_names}
+    unknown = sorted(set(options) - _launch_options())
+    if unknown:
+        raise InvalidArgument(
+            f"{self.fn.__name__}: {', '.join(unknown)} is neither an argument of the kernel nor a "
+            "launch option of Triton"
+        )
+    for hook in getattr(self, "pre_run_hooks", ()):
+        hook(*args, **named, **options)
     _launcher(prepare(self, args, named, grid), options)
+
+
+@functools.cache
+def _launch_options() -> frozenset[str]:
+    """What `kernel[grid](...)` takes besides arguments, on any GPU: accepted and mostly unused."""
+    from triton.backends.amd.compiler import HIPOptions
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    names = {field.name for kind in (CUDAOptions, HIPOptions) for field in fields(kind)}
+    return frozenset(names | {"device", "stream", "debug", "instrumentation_mode"})
 
 
 def prepare(
@@ -151,14 +195,17 @@ def prepare(
 def _bind(
     kernel: Any, name: str, args: tuple[Any, ...], named: dict[str, Any]
 ) -> dict[str, Any]:
-    import inspect
-
     try:
-        bound = inspect.signature(kernel.fn).bind(*args, **named)
+        bound = _signature(kernel.fn).bind(*args, **named)
     except TypeError as error:
         raise InvalidArgument(f"{name}: {error}") from None
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def _constants(kernel: Any) -> set[str]:

@@ -22,13 +22,14 @@ from tdx.runtime.errors import DriverError, InvalidArgument
 
 __all__ = ["Fibre", "KernelRun", "PreparedKernel"]
 
-_SLICE_S = 2e-3  # a program that runs longer lets the other streams have a turn
+_SLICE_S = 2e-3  # a program, or the start of new ones, lets the other streams have a turn after
+_REMEMBERED = 64  # addresses whose last value a program remembers, to notice that it spins
 
 
 class Fibre:
     """One program of a grid."""
 
-    __slots__ = ("describe", "index", "last", "poll", "run", "slice_end", "spins", "task")
+    __slots__ = ("describe", "index", "poll", "run", "seen", "slice_end", "spins", "task")
 
     def __init__(self, run: KernelRun, index: tuple[int, int, int]):
         self.run = run
@@ -36,7 +37,7 @@ class Fibre:
         self.task = greenlet.greenlet(self._main)
         self.poll: Callable[[], bool] | None = None  # what it waits for
         self.describe: Callable[[], str] | None = None
-        self.last: tuple[bytes, bytes] | None = None  # last atomic: addresses and result
+        self.seen: dict[bytes, bytes] = {}  # atomics since the last store: addresses -> result
         self.spins = 0
         self.slice_end = 0.0
 
@@ -73,12 +74,18 @@ class Fibre:
 
     def observe(self, addresses: bytes, result: bytes) -> None:
         """A scheduling point: an atomic that sees the same value again is a spin loop."""
-        seen = (addresses, result)
-        if self.last == seen:
+        if self.seen.get(addresses) == result:
             self.spins += 1
             self.suspend()
             return
-        self.last, self.spins = seen, 0
+        if len(self.seen) >= _REMEMBERED:
+            self.seen.clear()
+        self.seen[addresses] = result
+        self.breathe()
+
+    def stored(self) -> None:
+        """A scheduling point after a store: what was seen before is no spin loop."""
+        self.seen.clear()
         self.breathe()
 
     def where(self) -> str:
@@ -146,7 +153,8 @@ class KernelRun:
             spins = fibre.spins
             self._resume(fibre)
             moved |= fibre.task.dead or fibre.spins <= spins
-        while len(self.live) < self.resident:
+        until = time.perf_counter() + _SLICE_S
+        while len(self.live) < self.resident and time.perf_counter() < until:
             index = next(self.waiting_to_start, None)
             if index is None:
                 self.done = not self.live

@@ -55,6 +55,14 @@ def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int
     return int(got)
 
 
+def _no_descriptor(error: OSError) -> DriverError:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return DriverError(
+        f"no file descriptor for shared memory (limit {limit}): {error.strerror}; raise the limit "
+        "with `ulimit -n`"
+    )
+
+
 class HostMemory:
     """Handles of shared memory are duplicates of its file descriptor; closing them releases it."""
 
@@ -62,7 +70,10 @@ class HostMemory:
         return _GRANULARITY
 
     def mem_create(self, nbytes: int) -> int:
-        fd = os.memfd_create("tdx-heap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create("tdx-heap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise _no_descriptor(error) from error
         try:
             # fallocate commits the pages: running out is an error here, not a signal later
             os.posix_fallocate(fd, 0, nbytes)
@@ -92,10 +103,7 @@ class HostMemory:
         try:
             return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
         except OSError as error:
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            raise DriverError(
-                f"no file descriptor left (limit {limit}): {error}; raise it with `ulimit -n`"
-            ) from error
+            raise _no_descriptor(error) from error
 
     def mem_release(self, handle: int) -> None:
         os.close(handle)

@@ -1,0 +1,321 @@
+"""Matrix product on one rank, and the tile code that the overlapped products share.
+
+C = act(A . B + bias): A (M, K), B (K, N), any strides, any M, N, K. Accumulates in float32.
+Persistent blocks walk over the tiles in groups of rows, so that tiles which run together share
+columns of B in cache (the grouped order of Triton's matmul tutorial).
+
+float32 inputs are multiplied as IEEE float32 unless `allow_tf32=True`. For one Config the bits
+of a tile depend on its inputs only: not on the rank, the run, or how many blocks there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from tdx.kernels.operand import Operand, check_output, operand
+from tdx.kernels.plan import Call, launch, world_of
+from tdx.kernels.select import constants, matmul_blocks, power_of_two
+from tdx.runtime import dtypes
+from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.world import World
+
+__all__ = ["ACTIVATIONS", "Config", "Epilogue", "choose", "matmul"]
+
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+_INPUTS = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a matmul runs; pins the bits of its result.
+
+    Attributes
+    ----------
+    block_m, block_n, block_k : int
+        Rows, columns and depth of a tile, powers of two >= 16.
+    group_m : int
+        Rows of tiles that are walked through together.
+    num_warps, num_stages : int
+        Warps of a block, and depth of the load pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if value < 16 or value != power_of_two(value):
+                raise InvalidArgument(f"{name}={value} must be a power of two >= 16")
+        if self.num_warps < 1 or self.num_warps != power_of_two(self.num_warps):
+            raise InvalidArgument(f"num_warps={self.num_warps} must be a power of two")
+        if self.group_m < 1 or self.num_stages < 1:
+            raise InvalidArgument(
+                f"group_m={self.group_m} and num_stages={self.num_stages} must be >= 1"
+            )
+
+
+def choose(backend: str, m: int, n: int, k: int) -> Config:
+    """The tile for a product of this size: no larger than the product asks for."""
+    limits = constants(backend).tile
+    fit = (max(16, min(limit, power_of_two(x))) for limit, x in zip(limits, (m, n, k), strict=True))
+    return Config(*fit)
+
+
+@triton.jit
+def grouped_tile(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of tile `index` in grouped order."""
+    per_group = GROUP_M * tiles_n
+    first = (index // per_group) * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + (index % per_group) % height, (index % per_group) // height
+
+
+@triton.jit
+def tile_product(
+    a, b, row, col, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The float32 product of tile (row, col): (BM, BN), zero outside the matrices."""
+    rm = tl.cast(row, tl.int64) * BM + tl.arange(0, BM)
+    rn = tl.cast(col, tl.int64) * BN + tl.arange(0, BN)
+    rk = tl.arange(0, BK)
+    a_at = a + rm[:, None] * stride_am + rk[None, :].to(tl.int64) * stride_ak
+    b_at = b + rk[:, None].to(tl.int64) * stride_bk + rn[None, :] * stride_bn
+    total = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, depth, BK):
+        left = depth - start
+        x = tl.load(a_at, mask=(rm[:, None] < rows) & (rk[None, :] < left), other=0.0)
+        y = tl.load(b_at, mask=(rk[:, None] < left) & (rn[None, :] < columns), other=0.0)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+        a_at += BK * stride_ak
+        b_at += BK * stride_bk
+    return total
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The activation of a float32 block."""
+    if ACTIVATION == "relu":
+        x = tl.maximum(x, 0.0)
+    elif ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x
+
+
+@triton.jit
+def store_tile(
+    c, total, bias, row, col, rows, columns, stride_cm, when,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation, one rounding, and the store of a tile; nothing unless `when`."""
+    rm = tl.cast(row, tl.int64) * BM + tl.arange(0, BM)
+    rn = tl.cast(col, tl.int64) * BN + tl.arange(0, BN)
+    if HAS_BIAS:
+        total = total + tl.load(bias + rn, mask=rn < columns, other=0.0).to(tl.float32)[None, :]
+    total = activate(total, ACTIVATION)
+    mask = (rm[:, None] < rows) & (rn[None, :] < columns) & when
+    tl.store(c + rm[:, None] * stride_cm + rn[None, :], total.to(c.dtype.element_ty), mask=mask)
+
+
+_SIZES = ["rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def matmul_kernel(
+    a, b, c, bias, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(rows, BM)
+    tiles_n = tl.cdiv(columns, BN)
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        total = tile_product(
+            a, b, row, col, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
+            BM, BN, BK, PRECISION,
+        )  # fmt: skip
+        store_tile(
+            c, total, bias, row, col, rows, columns, columns, True, BM, BN, HAS_BIAS, ACTIVATION
+        )
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What happens to a product before it is stored.
+
+    Attributes
+    ----------
+    bias : bool
+        Whether calls pass a vector of N elements.
+    activation : str or None
+        One of ACTIVATIONS.
+    out_dtype : np.dtype
+    allow_tf32 : bool
+        Whether float32 inputs may be rounded to tf32.
+    """
+
+    bias: bool
+    activation: str | None
+    out_dtype: np.dtype
+    allow_tf32: bool
+
+    @classmethod
+    def make(
+        cls, dtype: Any, bias: bool, activation: str | None, out_dtype: Any, allow_tf32: bool
+    ) -> Epilogue:
+        """Check the options of a product of `dtype` inputs."""
+        dtype = dtypes.resolve(dtype)
+        out = dtype if out_dtype is None else dtypes.resolve(out_dtype)
+        if dtype.name not in _INPUTS or out.name not in _INPUTS:
+            raise DtypeError(
+                f"matmul takes and gives {', '.join(_INPUTS)}; got {dtype} and out_dtype {out}"
+            )
+        if activation is not None and activation not in ACTIVATIONS:
+            raise InvalidArgument(f"activation={activation!r} is not one of {ACTIVATIONS}")
+        return cls(bias, activation, out, allow_tf32)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constexpr arguments of the kernels."""
+        return {
+            "PRECISION": "tf32" if self.allow_tf32 else "ieee",
+            "HAS_BIAS": self.bias,
+            "ACTIVATION": self.activation or "none",
+        }
+
+
+def tile_constants(config: Config) -> dict[str, Any]:
+    """Constexpr arguments and launch options that follow from a Config."""
+    return {
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "BK": config.block_k,
+        "GROUP_M": config.group_m,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def check_product(a: Operand, b: Operand, k: int, n: int, dtype: np.dtype) -> None:
+    """Raise unless `a` and `b` are what the plan was made for."""
+    if a.dtype != dtype or b.dtype != dtype:
+        raise DtypeError(f"a and b must be {dtype}, got {a.dtype} and {b.dtype}")
+    if a.shape[-1] != k or b.shape != (k, n):
+        raise InvalidArgument(
+            f"a of shape {a.shape} and b of shape {b.shape} do not fit: expected (..., {k}) and "
+            f"({k}, {n})"
+        )
+
+
+def check_bias(world: World, bias: Any, wanted: bool, n: int, fallback: Operand) -> Operand:
+    """The bias as an operand; `fallback` stands in when there is none."""
+    if (bias is not None) != wanted:
+        raise InvalidArgument(f"the plan was made with bias={wanted}; pass just that")
+    if bias is None:
+        return fallback
+    op = operand(world, bias, "bias")
+    if op.shape != (n,) or not op.contiguous:
+        raise InvalidArgument(f"bias must be contiguous with shape ({n},), got {op.shape}")
+    return op
+
+
+def blocks_for(world: World, tiles: int) -> int:
+    """Persistent blocks for `tiles` tiles: all of them are resident."""
+    return matmul_blocks(world.backend, tiles, world.driver.resident_blocks())
+
+
+def no_scales(*scales: Any) -> None:
+    """Scaled float8 products are not offered yet."""
+    if any(scale is not None for scale in scales):
+        raise Unsupported("scale_a and scale_b: float8 products are not there yet; convert to bf16")
+
+
+def flattened(a: Operand) -> tuple[int, int, int]:
+    """(rows, row stride, column stride) of `a` with its leading axes taken together.
+
+    Raises InvalidArgument when they cannot be walked with one stride.
+    """
+    *lead, _ = a.shape
+    if not lead:
+        raise InvalidArgument(f"a must have 2 or more axes (..., K), got shape {a.shape}")
+    for i in range(len(lead) - 1):
+        if lead[i] != 1 and a.strides[i] != a.strides[i + 1] * a.shape[i + 1]:
+            raise InvalidArgument(
+                f"a of shape {a.shape} and strides {a.strides} (elements) has leading axes that "
+                "do not lie behind one another; pass a contiguous array"
+            )
+    return int(np.prod(lead, dtype=np.int64)), a.strides[-2], a.strides[-1]
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    out_dtype: Any = None,
+    out: Any = None,
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    stream: Any = None,
+) -> Any:
+    """act(a . b + bias) on this rank alone.
+
+    Parameters
+    ----------
+    a, b : tdx arrays, or arrays of NumPy or a DLPack producer
+        (..., K) and (K, N): float16, bfloat16 or float32. b may be strided (w.T), never copied.
+    bias : array, optional
+        (N,).
+    activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
+    out_dtype, out : optional
+        Type of the result, or the array it goes to.
+    allow_tf32 : bool
+        Round float32 inputs to tf32.
+    config : Config, optional
+        Pins the tile, and with it the bits of the result.
+
+    Returns (..., N) in the framework of `a`. Raises InvalidArgument, DtypeError, Unsupported.
+    """
+    no_scales(scale_a, scale_b)
+    world = world_of(a, b)
+    world.check()
+    call = Call(world, world, a, "matmul")
+    x, y = operand(world, a, "a"), operand(world, b, "b")
+    if len(y.shape) != 2:
+        raise InvalidArgument(f"b must have 2 axes (K, N), got shape {y.shape}")
+    k, n = y.shape
+    epilogue = Epilogue.make(x.dtype, bias is not None, activation, out_dtype, allow_tf32)
+    check_product(x, y, k, n, x.dtype)
+    rows, stride_am, stride_ak = flattened(x)
+    shape = (*x.shape[:-1], n)
+    target = call.result(shape, epilogue.out_dtype) if out is None else out
+    to = check_output(world, target, shape, epilogue.out_dtype)
+    vector = check_bias(world, bias, bias is not None, n, x)
+    config = config or choose(world.backend, rows, n, k)
+    tiles = -(-rows // config.block_m) * -(-n // config.block_n)
+    if tiles:
+        launch(
+            world, matmul_kernel, blocks_for(world, tiles), stream,
+            x.pointer, y.pointer, to.pointer, vector.pointer, rows, n, k,
+            stride_am, stride_ak, *y.strides, uses=(x, y, to, vector),
+            **epilogue.constants, **tile_constants(config),
+        )  # fmt: skip
+    return call.finish(target)

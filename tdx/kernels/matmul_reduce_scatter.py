@@ -1,0 +1,296 @@
+"""Matrix product and reduce-scatter in one: C_r = act(rows r of the sum of all A . B + bias).
+
+Every rank multiplies its A (M, K_local) by its B (K_local, N); the sum over ranks is scattered
+along the rows. Persistent blocks compute the tiles of the peers' rows first and the own rows
+last, push each tile into its owner's memory as it is finished, and signal it. A second kernel of
+the owner adds the W partial tiles as they arrive, in rank order.
+
+    W ranks: (W - 1) / W * M * N * partial itemsize bytes out of each rank, hidden behind
+    2 * M * N * K_local operations but for the last tiles.
+
+Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for
+one Config are the same on every run: each partial is one block's sum over K, rounded once, and
+the ranks' partials are added in float32 from rank 0 upwards. No atomics.
+
+Ordering: two partial buffers are used in turn. A rank can only be in call n + 2 after every
+other has added its partials of call n, because it waited for their tiles of call n + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+import tdx.language as tdl
+from tdx.kernels.matmul import (
+    Config,
+    Epilogue,
+    blocks_for,
+    check_bias,
+    check_product,
+    choose,
+    flattened,
+    grouped_tile,
+    no_scales,
+    store_tile,
+    tile_constants,
+    tile_product,
+)
+from tdx.kernels.operand import Operand, operand
+from tdx.kernels.plan import Call, Plan, cached, world_of
+from tdx.runtime import dtypes
+from tdx.runtime.errors import DtypeError, InvalidArgument
+from tdx.runtime.group import Group
+from tdx.runtime.world import World
+
+__all__ = ["MatmulReduceScatter", "matmul_reduce_scatter"]
+
+_SIZES = ["rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn"]
+
+
+@triton.jit
+def begin_kernel(epoch):
+    """Begin the next call."""
+    tl.store(epoch, tl.load(epoch) + 1)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def produce_kernel(
+    a, b, partials, signals, epoch, world, rows, columns, depth,
+    stride_am, stride_ak, stride_bk, stride_bn,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the tiles of all owners' `rows` rows, the next rank's first, and push them."""
+    me = tdl.rank(world)
+    ranks = tdl.num_ranks(world)
+    number = tl.load(epoch)
+    tiles_m = tl.cdiv(rows, BM)
+    tiles_n = tl.cdiv(columns, BN)
+    tiles = tiles_m * tiles_n
+    for index in range(tl.program_id(0), tiles * ranks, tl.num_programs(0)):
+        owner = (me + 1 + index // tiles) % ranks
+        tile = index % tiles
+        row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        own = a + owner.to(tl.int64) * rows * stride_am
+        total = tile_product(
+            own, b, row, col, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
+            BM, BN, BK, PRECISION,
+        )  # fmt: skip
+        slot = ((number & 1).to(tl.int64) * ranks + me) * rows * columns
+        to = tdl.symm_at(partials + slot, owner, world)
+        store_tile(to, total, to, row, col, rows, columns, columns, True, BM, BN, False, "none")
+        tdl.notify(signals + me * tiles + row * tiles_n + col, owner, world, number)
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def reduce_kernel(
+    c, bias, partials, signals, epoch, world, rows, columns,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Add the ranks' partials of every own tile, in rank order, as they arrive."""
+    ranks = tdl.num_ranks(world)
+    number = tl.load(epoch)
+    tiles_n = tl.cdiv(columns, BN)
+    tiles = tl.cdiv(rows, BM) * tiles_n
+    slots = partials + (number & 1).to(tl.int64) * ranks * rows * columns
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = tile // tiles_n
+        col = tile % tiles_n
+        rm = tl.cast(row, tl.int64) * BM + tl.arange(0, BM)
+        rn = tl.cast(col, tl.int64) * BN + tl.arange(0, BN)
+        at = rm[:, None] * columns + rn[None, :]
+        inside = (rm[:, None] < rows) & (rn[None, :] < columns)
+        ok = tdl.wait(signals + tile, world, number, peer=0)
+        total = tl.load(slots + at, mask=inside & ok, other=0.0).to(tl.float32)
+        for peer in range(1, ranks):
+            ok = tdl.wait(signals + peer * tiles + tile, world, number, peer=peer) & ok
+            part = slots + tl.cast(peer, tl.int64) * rows * columns
+            total += tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
+        store_tile(
+            c, total, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION
+        )
+
+
+class MatmulReduceScatter(Plan):
+    """A matrix product and reduce-scatter of one shape and dtype, ready to be called.
+
+    Parameters
+    ----------
+    world : World
+    shape_a, shape_b : tuple
+        (d0, ..., K_local) and (K_local, N) of this rank. d0 must be a multiple of the ranks.
+        d0, ..., N are the same on every rank, K_local may differ.
+    dtype
+        float16, bfloat16 or float32.
+    partial_dtype : {None, "float32"}
+        In what partial sums travel; None: the output's dtype.
+    bias, activation, out_dtype, allow_tf32, config, team
+        See AllGatherMatmul. Bias and activation apply once, after the reduction.
+
+    Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted.
+    """
+
+    operation = "matmul_reduce_scatter"
+
+    def __init__(
+        self,
+        world: World,
+        shape_a: Sequence[int],
+        shape_b: Sequence[int],
+        dtype: Any,
+        *,
+        partial_dtype: Any = None,
+        bias: bool = False,
+        activation: str | None = None,
+        out_dtype: Any = None,
+        allow_tf32: bool = False,
+        config: Config | None = None,
+        team: Group | None = None,
+    ):
+        self.shape_a, self.shape_b = tuple(shape_a), tuple(shape_b)
+        size = world.group(team).size
+
+        def check() -> None:
+            self.epilogue = Epilogue.make(dtype, bias, activation, out_dtype, allow_tf32)
+            self.dtype = dtypes.resolve(dtype)
+            out = self.epilogue.out_dtype
+            self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
+            if self.partial_dtype not in (out, dtypes.resolve("float32")):
+                raise DtypeError(f"partial_dtype {self.partial_dtype} must be float32 or {out}")
+            if len(self.shape_b) != 2 or len(self.shape_a) < 2:
+                raise InvalidArgument(
+                    f"a and b need shapes (d0, ..., K) and (K, N), got {self.shape_a} and "
+                    f"{self.shape_b}"
+                )
+            if self.shape_a[-1] != self.shape_b[0]:
+                raise InvalidArgument(f"a {self.shape_a} and b {self.shape_b} differ in K")
+            if self.shape_a[0] % size:
+                raise InvalidArgument(
+                    f"a's first axis, {self.shape_a[0]}, is no multiple of the {size} ranks; pad it"
+                )
+
+        call = (
+            f"matmul_reduce_scatter(a={self.shape_a[:-1]}, N={self.shape_b[-1:]}, dtype={dtype}, "
+            f"partial_dtype={partial_dtype}, bias={bias}, activation={activation}, "
+            f"out_dtype={out_dtype}, config={config})"
+        )
+        self._config = config
+        super().__init__(world, call, team, check)
+
+    def _build(self) -> None:
+        size = self.group.size
+        rows = 1
+        for extent in self.shape_a[:-1]:
+            rows *= extent
+        self._rows = rows // size
+        depth, self._columns = self.shape_b
+        self.config = self._config or choose(self.world.backend, self._rows, self._columns, depth)
+        config = self.config
+        self._tiles = -(-self._rows // config.block_m) * -(-self._columns // config.block_n)
+        slots = (2 * size, max(1, self._rows * self._columns))
+        self._partials = self.workspace("partials", slots, self.partial_dtype)
+        self._signals = self.workspace("tiles", (max(1, size * self._tiles),), "int32")
+        self._epoch = self.world.zeros((1,), "int32", symmetric=False)
+        self.out_shape = (self.shape_a[0] // size, *self.shape_a[1:-1], self._columns)
+        self._out = self.local(self.out_shape, self.epilogue.out_dtype)
+
+    def __call__(
+        self, a: Any, b: Any, out: Any = None, *, bias: Any = None, stream: Any = None
+    ) -> Any:
+        """Queue the operation; returns `out`, or the plan's buffer when it is None."""
+        x, y = operand(self.world, a, "a"), operand(self.world, b, "b")
+        if x.shape != self.shape_a:
+            raise InvalidArgument(f"a has shape {x.shape}, the plan takes {self.shape_a}")
+        check_product(x, y, *self.shape_b, self.dtype)
+        _, stride_am, stride_ak = flattened(x)
+        to = self.output(out, self._out, self.out_shape, self.epilogue.out_dtype)
+        vector = check_bias(self.world, bias, self.epilogue.bias, self._columns, x)
+        handle = self.begin(stream, x, y, to, vector)
+        if self._tiles:
+            self._launch(handle, x, y, to, vector, (stride_am, stride_ak))
+        return self._out if out is None else out
+
+    def _launch(
+        self, stream: int, x: Operand, y: Operand, to: Operand, vector: Operand,
+        strides: tuple[int, int],
+    ) -> None:  # fmt: skip
+        constants = {**self.epilogue.constants, **tile_constants(self.config)}
+        product = {k: v for k, v in constants.items() if k not in ("HAS_BIAS", "ACTIVATION")}
+        unused = ("BK", "GROUP_M", "PRECISION", "num_stages")
+        reduction = {k: v for k, v in constants.items() if k not in unused}
+        shared = (self._partials, self._signals, self._epoch, self.group.handle)
+        sizes = (self._rows, self._columns)
+        self.launch(begin_kernel, 1, stream, self._epoch, num_warps=1)
+        self.launch(
+            produce_kernel, blocks_for(self.world, self._tiles * self.group.size), stream, x.pointer,
+            y.pointer, *shared, *sizes, self.shape_b[0], *strides, *y.strides, **product,
+        )  # fmt: skip
+        self.launch(
+            reduce_kernel, blocks_for(self.world, self._tiles), stream, to.pointer, vector.pointer,
+            *shared, *sizes, **reduction,
+        )  # fmt: skip
+
+
+def matmul_reduce_scatter(
+    a: Any,
+    b: Any,
+    *,
+    partial_dtype: Any = None,
+    bias: Any = None,
+    activation: str | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    out_dtype: Any = None,
+    out: Any = None,
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    algorithm: str | None = None,
+    team: Group | None = None,
+    stream: Any = None,
+) -> Any:
+    """This rank's rows of act(sum over ranks of a . b, + bias). Collective over `team`.
+
+    Parameters
+    ----------
+    a : tdx array, or array of NumPy or a DLPack producer
+        (d0, ..., K_local) of this rank, d0 a multiple of the ranks.
+    b : array
+        (K_local, N) of this rank, any strides.
+    partial_dtype : {None, "float32"}
+    bias : array, optional
+        (N,), added once, after the reduction; then the activation.
+    activation, out_dtype, out, allow_tf32, config
+        See matmul.
+    algorithm : {None, "fused"}
+    team, stream : optional
+
+    Returns (d0 / size, ..., N) in the framework of `a`.
+
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
+    pending fault.
+    """
+    world = world_of(a, b)
+    group = world.group(team)
+    call = Call(world, group, a, "matmul_reduce_scatter")
+    with call.posting_refusals():
+        no_scales(scale_a, scale_b)
+        if algorithm not in (None, "fused"):
+            raise InvalidArgument(f"algorithm={algorithm!r} is not one of None, 'fused'")
+        x, y = operand(world, a, "a"), operand(world, b, "b")
+        options = {
+            "partial_dtype": partial_dtype, "bias": bias is not None, "activation": activation,
+            "out_dtype": out_dtype, "allow_tf32": allow_tf32, "config": config,
+        }  # fmt: skip
+        plan = cached(
+            world,
+            group,
+            ("matmul_reduce_scatter", x.shape, y.shape, x.dtype, *options.values()),
+            lambda: MatmulReduceScatter(world, x.shape, y.shape, x.dtype, team=team, **options),
+        )
+        target = call.result(plan.out_shape, plan.epilogue.out_dtype) if out is None else out
+        plan(a, b, target, bias=bias, stream=stream)
+    return call.finish(target)
