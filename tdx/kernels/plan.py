@@ -40,15 +40,10 @@ def launch(
 ) -> None:  # fmt: skip
     """Run a kernel of `grid` blocks on `stream`, after the last use of the operands elsewhere."""
     driver = world.driver
-    outer = driver.current_stream()
-    handle = outer if stream is None else stream_handle(stream)
+    handle = driver.current_stream() if stream is None else stream_handle(stream)
     for op in uses:
         op.enter(handle)
-    driver.set_current_stream(handle)
-    try:
-        kernel[(grid,)](*args, **constants)
-    finally:
-        driver.set_current_stream(outer)
+    driver.launch(kernel, grid, handle, args, constants)
 
 
 class Plan:

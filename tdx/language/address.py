@@ -87,10 +87,13 @@ def consume_token(value, token):
     """
     if is_host():
         result = value
+    elif is_floating(value):
+        result = tl.where(_zero(token) == 0, value, 0.0)  # a sum would change the sign of -0.0
     else:
-        zero = device_call("tdx_zero", "i32", "i32", (token,))
-        if is_floating(value):
-            result = value + zero.to(value.dtype)
-        else:
-            result = value + zero * 16  # 16 times 0, so that the compiler keeps the alignment
+        result = value + _zero(token) * 16  # 16 times 0, so that the compiler keeps the alignment
     return result
+
+
+@triton.jit
+def _zero(token):
+    return device_call("tdx_zero", "i32", "i32", (token,))

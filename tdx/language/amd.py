@@ -63,7 +63,8 @@ def wait_span(ptr, count, value, cmp, control, team, peer, program):
 def publish(target, value, op: tl.constexpr, when, control):
     device_call("tdx_drain", "i32", "", ())
     if is_block(target):
-        send = (device_call("tdx_fault", "i64", "i64", (control,)) == 0) & as_tensor(when).to(tl.int1)
+        fault = device_call("tdx_fault", "i64", "i64", (control,))
+        send = (fault == 0) & as_tensor(when).to(tl.int1)
         tl.debug_barrier()
         device_call("tdx_release", "i32", "", ())
         if op == "set":
@@ -93,7 +94,7 @@ def peek_ll_pair(ptr, active):
 def all_lanes(status):
     """The minimum over the block, then over the waves, which may disagree at a deadline."""
     threads: tl.constexpr = program_threads()
-    mine = tl.min(status.to(tl.int32))
+    mine = tl.min(status.to(tl.int32)) if is_block(status) else status.to(tl.int32)
     lanes = device_call("tdx_per_thread", "i32", "i32,i32", (tl.arange(0, threads), mine))
     ok = tl.min(lanes)
     tl.debug_barrier()

@@ -8,7 +8,7 @@ import triton.language as tl
 from tdx.language import host
 from tdx.language._intrinsic import check_signal, device_call, is_host
 from tdx.language.address import team_index
-from tdx.language.signal import program_index
+from tdx.language.signal import program_barrier, program_index
 
 MAX_WAIT_ANY = 1024  # signals a call of wait_any looks at, at most
 LANES = tl.constexpr(MAX_WAIT_ANY)  # a multiple of the threads: no two hold the same signal
@@ -79,5 +79,5 @@ def _poll(signals, value, open_, turn, control, team):
         )
         patient = tl.min(begun) >= 0
         polls += 1
-    tl.debug_barrier()
+    program_barrier()
     return best, best != _NONE

@@ -70,7 +70,8 @@ def _keep_loads_below(ok):
 def publish(target, value, op: tl.constexpr, when, control):
     _complete_descriptor_stores()
     if is_block(target):
-        send = (device_call("tdx_fault", "i64", "i64", (control,)) == 0) & as_tensor(when).to(tl.int1)
+        fault = device_call("tdx_fault", "i64", "i64", (control,))
+        send = (fault == 0) & as_tensor(when).to(tl.int1)
         tl.debug_barrier()
         if op == "set":
             tl.atomic_xchg(target, value, mask=send, sem="release", scope="sys")
@@ -121,4 +122,6 @@ def peek_ll_pair(ptr, active):
 
 @triton.jit
 def all_lanes(status):
-    return device_call("tdx_all", "i32", "i32", (tl.min(status.to(tl.int32)),)) != 0
+    """The minimum within the warp or program, then a vote, as warps may disagree at a deadline."""
+    mine = tl.min(status.to(tl.int32)) if is_block(status) else status.to(tl.int32)
+    return device_call("tdx_all", "i32", "i32", (mine,)) != 0

@@ -232,10 +232,7 @@ def load_ll(
             data = _low(data0) | (data1.to(tl.int64) << 32)
             lanes = ok0 & ok1
     value = data.to(dtype, bitcast=True)
-    if uniform:
-        ok = _all_lanes(lanes)
-    else:
-        ok = lanes
+    ok = _all_lanes(lanes) if uniform else lanes
     return value, ok
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +116,7 @@ class Array:
         Notes that the current stream uses the array. Raises Closed after free or close.
         """
         self._block.check()
-        self._block.stream = self.world.driver.current_stream()
+        self._block.stream = self.world.driver.launch_stream()
         return self._address
 
     # ---- views
@@ -134,12 +135,12 @@ class Array:
         # NumPy computes the view on a stand-in that is never read
         carrier = _stand_in(self.shape, self.strides, self.itemsize)
         for part in index if isinstance(index, tuple) else (index,):
-            if part is not None and part is not Ellipsis and not isinstance(part, slice):
-                if isinstance(part, (bool, np.bool_)) or not hasattr(part, "__index__"):
-                    raise InvalidArgument(
-                        f"index {part!r}: arrays take integers, slices, ... and None; "
-                        "copy with .numpy() for anything else"
-                    )
+            whole = hasattr(part, "__index__") and not isinstance(part, (bool, np.bool_))
+            if not (whole or part is None or part is Ellipsis or isinstance(part, slice)):
+                raise InvalidArgument(
+                    f"index {part!r}: arrays take integers, slices, ... and None; "
+                    "copy with .numpy() for anything else"
+                )
         view = carrier[index if isinstance(index, tuple) else (index,)]
         view = view if isinstance(view, np.ndarray) else None
         if view is None:  # all axes indexed: NumPy gave a scalar
@@ -154,13 +155,13 @@ class Array:
 
     def reshape(self, *shape: int | Sequence[int]) -> Array:
         """A view of a contiguous array with another shape; one extent may be -1."""
-        wanted = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         if not self.is_contiguous:
             raise InvalidArgument(
                 f"{self.name} of shape {self.shape} and strides {self.strides} is not contiguous "
                 "and cannot be reshaped without a copy"
             )
-        new = _complete_shape(self.size, tuple(int(n) for n in wanted))  # type: ignore[call-overload]
+        new = _complete_shape(self.size, wanted)
         return self._view(self._address, new, dlpack.row_major(new, self.itemsize), self.dtype)
 
     def view(self, dtype: Any) -> Array:
@@ -282,6 +283,8 @@ class Array:
         self._block.check()
         if self.world.backend != "host":
             raise TypeError("the array is in GPU memory; x.numpy() copies it to the host")
+        if copy is False and dtype is not None and np.dtype(dtype) != self.dtype:
+            raise ValueError(f"{self.name} has dtype {self.dtype}; as {dtype} it must be copied")
         if copy:
             view = self.numpy()
         else:
@@ -308,7 +311,7 @@ class Array:
         raise Unsupported("the truth of an array is not defined; use x.size or x.numpy()")
 
 
-def _stand_in(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> np.ndarray[Any, Any]:
+def _stand_in(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Any:
     byte = np.zeros(1, f"V{itemsize}")
     return np.lib.stride_tricks.as_strided(byte, shape, strides, writeable=False)
 
@@ -326,7 +329,11 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tu
     return low, sum(r for r in reach if r > 0) - low + itemsize
 
 
-def _complete_shape(size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _complete_shape(size: int, wanted: Sequence[Any]) -> tuple[int, ...]:
+    try:
+        shape = tuple(operator.index(n) for n in wanted)
+    except TypeError:
+        raise InvalidArgument(f"shape {tuple(wanted)}: extents must be ints") from None
     rest = math.prod(n for n in shape if n != -1)
     if shape.count(-1) > 1 or any(n < -1 for n in shape):
         raise InvalidArgument(f"shape {shape}: extents must be >= 0, at most one may be -1")

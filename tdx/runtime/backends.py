@@ -41,7 +41,7 @@ def choose(backend: str | None) -> str:
     if backend is None:
         backend = config.backend or None
     if backend is None:
-        return "host"
+        return "cuda" if nvidia_gpus() else "host"
     if backend not in BACKENDS:
         raise InvalidArgument(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
     if backend == "hip":
@@ -49,19 +49,20 @@ def choose(backend: str | None) -> str:
             "backend='hip': kernels compile for AMD GPUs, but the HIP driver is not there yet; "
             "use backend='host'"
         )
-    if backend == "cuda":
-        if not nvidia_gpus():
-            raise DriverError(
-                "backend='cuda': this machine shows no NVIDIA GPU (no /dev/nvidia0); use "
-                "backend='host', or pass the GPU into the container"
-            )
-        raise Unsupported("backend='cuda': the CUDA driver is not there yet; use backend='host'")
+    if backend == "cuda" and not nvidia_gpus():
+        raise DriverError(
+            "backend='cuda': this machine shows no NVIDIA GPU (no /dev/nvidia0); use "
+            "backend='host', or pass the GPU into the container"
+        )
     return backend
 
 
 def open_driver(backend: str, topology: Topology) -> Driver:
     """Open the device of this rank."""
-    assert backend == "host"
+    if backend == "cuda":
+        from tdx.runtime.driver.cuda import CudaDriver
+
+        return CudaDriver(topology.local_rank, topology.local_size)
     from tdx.runtime.driver.host import HostDriver
 
     return HostDriver(topology.local_rank, topology.local_size)
@@ -70,6 +71,7 @@ def open_driver(backend: str, topology: Topology) -> Driver:
 def announce(backend: str | None, chosen: str, rank: int) -> None:
     """Say once, on rank 0, that nobody chose the backend and which one it is."""
     global _said
-    if backend is None and not config.backend and rank == 0 and not (_said or config.quiet):
+    nobody = backend is None and not config.backend
+    if nobody and chosen == "host" and rank == 0 and not (_said or config.quiet):
         _said = True
-        sys.stderr.write(f"tdx: no GPU that tdx can drive was found: running on {chosen!r}, the CPU\n")
+        sys.stderr.write("tdx: found no GPU that tdx can drive: running on 'host', the CPU\n")

@@ -49,7 +49,7 @@ class Exports:
 
 
 class Block:
-    """Memory of `nbytes` bytes at `address`; `stream` is where it was last used."""
+    """Memory of `nbytes` bytes at `address`; `stream` is where it was last used, 0: nowhere."""
 
     symmetric = False
 
@@ -59,9 +59,17 @@ class Block:
         self.address = address
         self.nbytes = nbytes
         self.name = name
-        self.stream = 0
         self.freed = False
         self._held = 0
+        self._last = [0]  # the stream, where also the finalizer sees it
+
+    @property
+    def stream(self) -> int:
+        return self._last[0]
+
+    @stream.setter
+    def stream(self, handle: int) -> None:
+        self._last[0] = handle
 
     def check(self) -> None:
         """Raise Closed if the memory, or its world, is gone."""
@@ -110,13 +118,16 @@ class LocalBlock(Block):
     def __init__(self, driver: Driver, exports: Exports, nbytes: int, name: str, stream: int):
         super().__init__(driver, exports, driver.alloc(max(1, nbytes), stream), nbytes, name)
         self.stream = stream
-        self._finalizer = weakref.finalize(self, driver.free, self.address, stream)
+        self._finalizer = weakref.finalize(self, _free, driver, self.address, self._last)
         self._finalizer.atexit = False
 
     def free(self) -> None:
         super().free()
-        self._finalizer.detach()
-        self.driver.free(self.address, self.stream)
+        self._finalizer()
+
+
+def _free(driver: Driver, address: int, last: list[int]) -> None:
+    driver.free(address, last[0])
 
 
 class SymmetricBlock(Block):
@@ -131,7 +142,7 @@ class SymmetricBlock(Block):
         self.offset = region.allocate(nbytes, name)
         window = region.window
         super().__init__(driver, exports, window.address(window.rank, self.offset), nbytes, name)
-        self._finalizer = weakref.finalize(self, region.heap.drop, self.offset - region.start)
+        self._finalizer = weakref.finalize(self, region.drop, self.offset, self._last)
         self._finalizer.atexit = False
 
     def free(self) -> None:

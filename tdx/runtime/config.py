@@ -13,6 +13,7 @@ _SETTINGS: dict[str, tuple[type, Any, str]] = {
     "debug": (bool, False, "check every collective call on all ranks at the call"),
     "host_multiprocessors": (int, 8, "programs of one kernel that are resident at once, host tier"),
     "host_seed": (int, 0, "not 0: the order in which the host tier resumes programs is shuffled"),
+    "share_gpu": (bool, False, "let several ranks use one GPU"),
     "quiet": (bool, False, "do not say which backend was chosen"),
     "launch_blocking": (bool, False, "wait for each kernel where it is launched"),
 }
@@ -26,6 +27,13 @@ class Config:
 
     __slots__ = tuple(_SETTINGS)
 
+    backend: str
+    debug: bool
+    host_multiprocessors: int
+    host_seed: int
+    quiet: bool
+    launch_blocking: bool
+
     def __init__(self) -> None:
         for name, (kind, default, _) in _SETTINGS.items():
             text = os.environ.get(f"TDX_{name.upper()}")
@@ -33,11 +41,12 @@ class Config:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _SETTINGS:
-            raise AttributeError(f"tdx.config has no setting {name!r}; it has {', '.join(_SETTINGS)}")
+            names = ", ".join(_SETTINGS)
+            raise AttributeError(f"tdx.config has no setting {name!r}; it has {names}")
         kind = _SETTINGS[name][0]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise TypeError(f"tdx.config.{name} takes {kind.__name__}, got {value!r}")
-        if name == "host_multiprocessors" and not 1 <= value <= 1024:
+        if name == "host_multiprocessors" and value not in range(1, 1025):
             raise ValueError(f"tdx.config.{name} must be in 1..1024, got {value}")
         object.__setattr__(self, name, value)
 

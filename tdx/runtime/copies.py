@@ -35,21 +35,18 @@ class Copies:
         block = target._block
         stream = block.stream or self._world.stream.handle
         block.enter(stream)
-        own = getattr(source, "_block", None)
-        if own is not None:
-            own.check()
-            own.enter(stream)
-            self._rows(target, source._address, source.strides, stream)  # type: ignore[union-attr]
-            return
-        assert not hasattr(source, "_block")
-        if source.device[0] in _HOST_MEMORY:  # type: ignore[union-attr]
-            self._from_host(target, source, stream)  # type: ignore[arg-type]
-        elif source.device[0] == self._driver.info.dlpack_type:  # type: ignore[union-attr]
-            self._rows(target, source.address, source.strides, stream)  # type: ignore[union-attr]
+        if not isinstance(source, dlpack.Imported):
+            source._block.check()
+            source._block.enter(stream)
+            self._rows(target, source._address, source.strides, stream)
+        elif source.device[0] in _HOST_MEMORY:
+            self._from_host(target, source, stream)
+        elif source.device[0] == self._driver.info.dlpack_type:
+            self._rows(target, source.address, source.strides, stream)
             self._driver.stream_synchronize(stream)  # the producer may reuse its memory
         else:
             raise Unsupported(
-                f"the source is on DLPack device {source.device}, the array on "  # type: ignore[union-attr]
+                f"the source is on DLPack device {source.device}, the array on "
                 f"{target.__dlpack_device__()}; copy it to the host first"
             )
 

@@ -79,6 +79,7 @@ def graph(world: World) -> Graph:
     """Record device work: `with tdx.graph(world) as g: plan(x)`, then `g.replay()`.
 
     Records what goes to the current stream (the world's, unless inside `world.on`) and to streams
-    that join it by events. Nothing may synchronise or allocate inside. Raises InvalidArgument when a recording is open already.
+    that join it by events, which must have been joined back at the end. Nothing may synchronise
+    or allocate inside. Raises InvalidArgument when a recording is open already.
     """
     return Graph(world)

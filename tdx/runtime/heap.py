@@ -3,8 +3,8 @@
 Every rank runs the same arithmetic on the same calls and so arrives at the same offsets. Only
 `allocate`, `free`, `reclaim` and `extend` change the layout, and they must be called alike on
 all ranks; a running hash of these calls tells whether that was so. Garbage collection happens
-at different times on different ranks, therefore `drop`, `pin` and `unpin` change no offset: they
-only decide what this rank offers in `dropped` for the ranks to agree on.
+at different times on different ranks, therefore `drop` changes no offset: it only decides what
+this rank offers in `dropped` for the ranks to agree on.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Heap:
     alignment : int
         Power of two; offsets and block sizes are multiples of it.
 
-    All methods may be called from any thread. `drop` and `unpin` may also be called from
-    finalizers, which can run in the middle of any other method: they take no lock.
+    All methods may be called from any thread. `drop` may also be called from finalizers, which
+    can run in the middle of any other method: it takes no lock.
     """
 
     def __init__(self, capacity_bytes: int, limit_bytes: int, alignment: int = ALIGNMENT):
@@ -87,8 +87,7 @@ class Heap:
         self._live: dict[int, int] = {}
         self._freed: set[int] = set()  # freed offsets at which no new block begins
         self._dropped: set[int] = set()
-        self._pins: dict[int, int] = {}
-        self._marks: deque[tuple[str, int]] = deque()  # drop, pin, unpin not yet looked at
+        self._marks: deque[int] = deque()  # dropped, not yet looked at
         self._lock = threading.Lock()
         self._sequence = 0
         self._digest = b"\0" * 16
@@ -125,8 +124,7 @@ class Heap:
     def free(self, offset: int) -> None:
         """Free a block now, dropped or not.
 
-        Pins do not hold it back, for they differ between ranks: see `pinned` first. Raises
-        Closed for a block freed before and InvalidArgument for an offset where none begins.
+        Raises Closed for a block freed before, InvalidArgument for an offset where none begins.
         """
         with self._lock:
             self._drain()
@@ -137,13 +135,13 @@ class Heap:
     def reclaim(self, offsets: Iterable[int]) -> int:
         """Free the blocks that all ranks reported by `dropped`; returns the bytes gained.
 
-        Raises InvalidArgument, without any effect, if one is not dropped or is pinned here.
+        Raises InvalidArgument, without any effect, if one is not dropped here.
         """
         with self._lock:
             self._drain()
             agreed = sorted(set(offsets))
             for offset in agreed:
-                if offset not in self._dropped or self._pins.get(offset):
+                if offset not in self._dropped:
                     raise InvalidArgument(f"the block at offset {offset} is in use on this rank")
             gained = sum(self._live[offset] for offset in agreed)
             for offset in agreed:
@@ -175,27 +173,13 @@ class Heap:
 
         Not to be called for a block that was freed: a later block may begin at its offset.
         """
-        self._marks.append(("drop", offset))
-
-    def pin(self, offset: int) -> None:
-        """Keep the block out of `dropped` while a consumer outside tdx holds its memory."""
-        self._marks.append(("pin", offset))
-
-    def unpin(self, offset: int) -> None:
-        """Take back one `pin`. Never blocks and never raises."""
-        self._marks.append(("unpin", offset))
+        self._marks.append(offset)
 
     def dropped(self) -> tuple[int, ...]:
-        """Offsets of the blocks this rank has dropped and no consumer holds, ascending."""
+        """Offsets of the blocks this rank has dropped, ascending."""
         with self._lock:
             self._drain()
-            return tuple(sorted(o for o in self._dropped if not self._pins.get(o)))
-
-    def pinned(self, offset: int | None = None) -> int:
-        """How often the block is pinned; without an offset, how many pins there are in all."""
-        with self._lock:
-            self._drain()
-            return sum(self._pins.values()) if offset is None else self._pins.get(offset, 0)
+            return tuple(sorted(self._dropped))
 
     # -- state
 
@@ -244,16 +228,15 @@ class Heap:
             return dict(self._live)
 
     def describe(self) -> str:
-        """One line for messages: what is used, free, dropped and exported."""
-        dropped, pins = len(self.dropped()), self.pinned()
+        """One line for messages: what is used, free and dropped."""
+        dropped = len(self.dropped())
         text = (
             f"{format_bytes(self.used)} used in {len(self._live)} blocks, "
             f"{format_bytes(self.free_bytes)} free (largest block "
             f"{format_bytes(self.largest_free)}), capacity {format_bytes(self.capacity)} "
             f"of at most {format_bytes(self.limit)}"
         )
-        text += f"; {dropped} blocks dropped on this rank" if dropped else ""
-        return text + (f"; {pins} exports in use" if pins else "")
+        return text + (f"; {dropped} blocks dropped on this rank" if dropped else "")
 
     # -- inside
 
@@ -291,19 +274,10 @@ class Heap:
             self._sizes.insert(i, size)
 
     def _drain(self) -> None:
-        # Pins belong to the memory, not to the block: a block placed where an explicitly freed
-        # one is still held by a consumer is not offered for reclaim before that consumer is done.
         while self._marks:
-            kind, offset = self._marks.popleft()
-            if kind == "drop":
-                if offset in self._live:
-                    self._dropped.add(offset)
-            elif kind == "pin":
-                self._pins[offset] = self._pins.get(offset, 0) + 1
-            elif self._pins.get(offset, 0) > 1:
-                self._pins[offset] -= 1
-            else:
-                self._pins.pop(offset, None)
+            offset = self._marks.popleft()
+            if offset in self._live:
+                self._dropped.add(offset)
 
     def _record(self, text: str) -> None:
         self._sequence += 1

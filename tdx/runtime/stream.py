@@ -69,7 +69,7 @@ class Stream:
         return Event(self._driver, self.handle, self._check_world)
 
     def synchronize(self) -> None:
-        """Wait for the work queued so far. Raises a pending fault, the error of a kernel, Closed."""
+        """Wait for the work queued so far. Raises a pending fault, DriverError, Closed."""
         self._check()
         self._driver.stream_synchronize(self.handle)
         self._check_world()

@@ -17,7 +17,7 @@ import tdx
 
 LIBRARY_VERSION = 1  # raised with every change of a file in tdx/language/device
 
-_original: dict[type, Any] = {}
+_original: dict[Any, Any] = {}
 _lock = threading.Lock()
 
 
@@ -70,17 +70,18 @@ def device_library_installed() -> Iterator[None]:
             remove_device_library()
 
 
-def _with_library(parse_options):
-    def parse_options_with_library(self, options):
+def _with_library(parse_options: Any) -> Any:
+    def parse_options_with_library(self: Any, options: dict[str, Any]) -> Any:
         libraries = device_library(self.target.backend)
         asked = {**libraries, **dict(options.get("extern_libs") or {})}
         return parse_options(self, {**options, "extern_libs": asked})
 
-    parse_options_with_library._tdx_original = parse_options
-    return parse_options_with_library
+    wrapper: Any = parse_options_with_library
+    wrapper._tdx_original = parse_options
+    return wrapper
 
 
-def _backends() -> list[type]:
+def _backends() -> list[Any]:
     from triton.backends.amd.compiler import HIPBackend
     from triton.backends.nvidia.compiler import CUDABackend
 

@@ -9,6 +9,7 @@ base and stride never change.
 
 from __future__ import annotations
 
+import gc
 import os
 import struct
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class Window:
     """
 
     def __init__(self, driver: Driver, channel: HostChannel, rank: int, size: int):
-        self._driver = driver
+        self.driver = driver
         self.channel = channel
         self.rank = rank
         self.size = size
@@ -52,14 +53,14 @@ class Window:
         return (rank, offset) if 0 <= rank < self.size else None
 
     def granularity(self) -> int:
-        return self._driver.granularity()
+        return self.driver.granularity()
 
     def map(self, offset: int, nbytes: int, what: str) -> None:
         """Put memory behind [offset, offset + nbytes) of every rank's heap. Collective.
 
         A failure on any rank raises on every rank and leaves nothing mapped.
         """
-        driver, channel = self._driver, self.channel
+        driver, channel = self.driver, self.channel
         with channel.busy(what), Undo() as undo:
 
             def create() -> int:
@@ -98,10 +99,10 @@ class Window:
             return
         for offset, nbytes in self._mappings:
             for rank in range(self.size):
-                self._driver.mem_unmap(self.address(rank, offset), nbytes)
+                self.driver.mem_unmap(self.address(rank, offset), nbytes)
         self._mappings.clear()
         base, self.base = self.base, 0
-        self._driver.addr_free(base, self.stride * self.size)
+        self.driver.addr_free(base, self.stride * self.size)
 
 
 class Region:
@@ -122,53 +123,75 @@ class Region:
         window.map(start, first_bytes, f"{name} heap of {format_bytes(first_bytes)}")
         self._mapped = first_bytes
         self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes)
-        # what to try before giving up: releases plans that nobody refers to any more
+        self._last: dict[int, list[int]] = {}  # dropped block -> stream of its last use
+        # what to try first: releases plans that nobody refers to any more
         self.before_reclaim: Callable[[], None] = lambda: None
 
     def allocate(self, nbytes: int, label: str) -> int:
         """Offset (from the rank's heap start) of a new block; HeapExhausted on every rank."""
-        try:
-            return self.start + self.heap.allocate(nbytes)
-        except HeapFull:
-            self.before_reclaim()
-            self._reclaim(label)
-        try:
-            return self.start + self.heap.allocate(nbytes)
-        except HeapFull as full:
-            self._grow(full, label)
-        return self.start + self.heap.allocate(nbytes)
+        offset, why = self._place(nbytes), ""
+        for make_room in (self._reclaim_idle, self._grow, self._reclaim_all):
+            if isinstance(offset, HeapFull):
+                why += make_room(offset, label)
+                offset = self._place(nbytes)
+        if isinstance(offset, HeapFull):
+            raise self._exhausted(offset, label, why)
+        return self.start + offset
 
-    def _reclaim(self, label: str) -> None:
-        mine = self.heap.dropped()
+    def _place(self, nbytes: int) -> int | HeapFull:
+        try:
+            return self.heap.allocate(nbytes)
+        except HeapFull as full:
+            return full
+
+    def drop(self, offset: int, last: list[int]) -> None:
+        """Note that this rank no longer uses the block, last used on stream `last[0]`."""
+        self._last[offset - self.start] = last
+        self.heap.drop(offset - self.start)
+
+    def _reclaim_idle(self, full: HeapFull, label: str) -> str:
+        """Reclaim what all ranks have dropped and no queued work uses; waits for no work."""
+        self.before_reclaim()
+        streams = {last[0] for last in self._last.values()}
+        busy = {s for s in streams if s and not self.window.driver.stream_query(s)}
+        mine = [o for o in self.heap.dropped() if self._last[o][0] not in busy]
         payload = struct.pack(f"<{len(mine)}Q", *mine)
         everybody = self.window.channel.allgather(payload, f"{self.name} heap is full at {label}")
         agreed = set(mine)
         for theirs in everybody:
             agreed &= {offset for (offset,) in struct.iter_unpack("<Q", theirs)}
         self.heap.reclaim(sorted(agreed))
+        for offset in agreed:
+            del self._last[offset]
+        return ""
 
-    def _grow(self, full: HeapFull, label: str) -> None:
+    def _reclaim_all(self, full: HeapFull, label: str) -> str:
+        """As _reclaim_idle, after the queued work and a garbage collection."""
+        window = self.window
+        window.channel.together(window.driver.synchronize, f"{self.name} heap waits at {label}")
+        gc.collect()
+        return self._reclaim_idle(full, label)
+
+    def _grow(self, full: HeapFull, label: str) -> str:
+        """Map more memory, on all ranks or none; why it could not be had."""
         heap = self.heap
-        room = heap.limit - heap.capacity
-        if full.shortfall > room:
-            raise self._exhausted(full, label, "")
-        granularity = self.window.granularity()
+        if full.shortfall > heap.limit - heap.capacity:
+            return ""
         least = self._rounded(heap.capacity + full.shortfall) - self._mapped
         most = self._rounded(min(heap.limit, heap.capacity + min(heap.capacity, _LARGEST_STEP)))
-        steps = sorted({least, max(least, most - self._mapped)}, reverse=True)
-        for i, step in enumerate(steps):
-            if step <= 0:
-                break
-            try:
+        why = ""
+        for step in sorted({least, max(least, most - self._mapped)}, reverse=True):
+            if step > 0:
                 what = f"{self.name} heap grows by {format_bytes(step)}"
-                self.window.map(self.start + self._mapped, step, what)
+                try:
+                    self.window.map(self.start + self._mapped, step, what)
+                except HeapExhausted as error:
+                    why = f" ({error})"
+                    continue
                 self._mapped += step
-                break
-            except HeapExhausted as error:
-                if i == len(steps) - 1:
-                    raise self._exhausted(full, label, f" ({error})") from error
-        assert self._mapped % granularity == 0
-        heap.extend(min(self._mapped, heap.limit) // 256 * 256 - heap.capacity)
+            heap.extend(min(self._mapped, heap.limit) // 256 * 256 - heap.capacity)
+            return ""
+        return why
 
     def _rounded(self, nbytes: int) -> int:
         granularity = self.window.granularity()

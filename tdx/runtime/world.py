@@ -90,11 +90,12 @@ class World(Group):
         self.window = Window(driver, channel, self.rank, self.size)
         undo.add(self.window.close)
         limit = min(heap_bytes or memory_bytes, self.window.stride // 2) // 256 * 256
+        half = self.window.stride // 2  # of a rank's addresses for each region
         self.runtime_region = Region(
-            self.window, "runtime", 0, _FIRST_RUNTIME_BYTES, min(memory_bytes, self.window.stride // 2)
+            self.window, "runtime", 0, _FIRST_RUNTIME_BYTES, min(memory_bytes, half)
         )
         self.user_region = Region(
-            self.window, "user", self.window.stride // 2, min(_FIRST_USER_BYTES, limit), limit
+            self.window, "user", half, min(_FIRST_USER_BYTES, limit), limit
         )
         self.user_region.before_reclaim = self.plans.clear
         self.stream = self.new_stream()

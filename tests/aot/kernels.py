@@ -44,6 +44,15 @@ def k_wait_all(x, out, signal, world, value, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def k_wait_any(x, out, signal, world, value, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    done = tdl.nothing_done()
+    for _ in range(4):
+        index, done, ok = tdl.wait_any(signal, 4, world, value, done, first=tdl.rank(world))
+        tl.store(out + index * BLOCK + lanes, tl.load(x + index * BLOCK + lanes), mask=ok)
+
+
+@triton.jit
 def k_notify(x, out, signal, world, peer, value, BLOCK: tl.constexpr, OP: tl.constexpr):
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(tdl.symm_at(out, peer, world) + lanes, tl.load(x + lanes))
@@ -120,6 +129,26 @@ def k_grid_barrier(x, out, channel, BLOCK: tl.constexpr):
     tl.store(out + lanes, tl.load(x + lanes))
     ok = tdl.grid_barrier(channel)
     tl.store(x + lanes, tl.load(out + lanes), mask=ok)
+
+
+@triton.jit
+def k_constants(x, out, words, signal, channel, world, BLOCK: tl.constexpr):
+    """Literals where other kernels pass run-time values."""
+    lanes = tl.arange(0, BLOCK)
+    ranks = tl.arange(0, 4)
+    ok = tdl.wait(signal + ranks, world, 3) & tdl.wait(signal, world, 1, cmp="eq", peer=0)
+    ok = tdl.wait_all(signal, 4, world, BLOCK) & ok
+    tdl.store_ll(words, 7, 1, 0, world)
+    value, there = tdl.load_ll(words, 1, world)
+    value = tdl.consume_token(value, there)
+    data = tdl.consume_token(tl.load(x + lanes), ok)
+    tl.store(tdl.symm_at(out, 0, world) + lanes, data + value, mask=ok)
+    tdl.put_signal(out, x, 100, signal, 1, 0, world, when=False)
+    tdl.broadcast(out, x, BLOCK, 0, world)
+    tdl.notify(signal, 0, world)
+    tdl.notify(signal + ranks, 0, world, 1, "add", when=ranks < 3)
+    if tdl.program_index() < tdl.num_blocks(channel):
+        tdl.notify(signal, ranks, world, 1, when=True)
 
 
 @triton.jit

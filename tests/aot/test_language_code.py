@@ -65,6 +65,7 @@ CASES = {
     "wait": ("k_wait", SIGNALLED, BLOCK, {}),
     "wait-1-warp": ("k_wait", SIGNALLED, BLOCK, {"options": {"num_warps": 1}}),
     "wait-block": ("k_wait_block", SIGNALLED, BLOCK, {}),
+    "wait-any": ("k_wait_any", SIGNALLED, BLOCK, {}),
     "wait-all": ("k_wait_all", SIGNALLED, BLOCK, {}),
     "notify-set": _notify("k_notify", "set"),
     "notify-add": _notify("k_notify", "add"),
@@ -90,6 +91,12 @@ CASES = {
     ),
     "barrier": ("k_barrier", {**DATA, "channel": "channel", "world": "world"}, BLOCK, {}),
     "grid_barrier": ("k_grid_barrier", {**DATA, "channel": "channel"}, BLOCK, {}),
+    "constants": (
+        "k_constants",
+        {**DATA, "words": "*i64", "signal": "*i32", "channel": "channel", "world": "world"},
+        {"BLOCK": 256},
+        {},
+    ),
     "matmul": _matmul(False),
     "matmul-token": _matmul(True),
     "plain": ("k_plain", {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"}, BLOCK, {}),
@@ -176,8 +183,10 @@ def test_wait_polls_with_acquire_in_a_loop(code, case, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", WAITING)
 def test_all_threads_agree_on_the_outcome_of_a_wait(code, case, target):
-    if target in NVIDIA:
+    if target in NVIDIA and case != "wait-any":
         assert positions(code, r"bar\.red\.and\.pred")
+    elif target in NVIDIA:
+        assert in_order(code, r"st\.shared", r"bar\.sync", r"ld\.shared")
     elif case != "wait-1-warp":
         assert in_order(code, r"ds_write", r"s_barrier", r"ds_read")
 

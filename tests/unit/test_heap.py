@@ -120,40 +120,11 @@ def test_failed_reclaim_has_no_effect():
     assert heap.digest == before
 
 
-def test_exported_blocks_are_not_offered():
-    heap = Heap(1024, 1024)
-    offset = heap.allocate(1)
-    heap.pin(offset)
-    heap.pin(offset)
-    heap.drop(offset)
-    assert heap.dropped() == ()
-    heap.unpin(offset)
-    assert heap.dropped() == ()
-    assert heap.pinned(offset) == heap.pinned() == 1
-    assert "1 exports in use" in heap.describe()
-    with pytest.raises(InvalidArgument):
-        heap.reclaim([offset])
-    heap.unpin(offset)
-    assert heap.dropped() == (offset,)
-
-
-def test_pin_outlives_an_explicit_free():
-    heap = Heap(256, 256)
-    heap.pin(heap.allocate(1))
-    heap.free(0)
-    heap.drop(heap.allocate(1))
-    assert heap.dropped() == ()
-    heap.unpin(0)
-    assert heap.dropped() == (0,)
-
-
 def test_drops_do_not_wait_for_the_lock():
     heap = Heap(1024, 1024)
     offset = heap.allocate(1)
     with heap._lock:  # as when garbage collection runs inside allocate
         heap.drop(offset)
-        heap.pin(offset)
-        heap.unpin(offset)
     assert heap.dropped() == (offset,)
 
 
@@ -230,7 +201,6 @@ def test_digest_sees_order_and_labels_but_no_drops():
     assert len(a.digest) == 16
     before = a.digest
     a.drop(0)
-    a.pin(0)
     a.dropped()
     assert a.digest == before
 

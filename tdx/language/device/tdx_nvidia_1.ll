@@ -248,6 +248,46 @@ done:
   ret i32 %result
 }
 
+; For wait_any, in which the program polls many words at once and decides on all of them. Has the
+; word at %address reached %value? Acquire; 0 where inactive.
+define i32 @tdx_ready(i64 %address, i32 %value, i32 %active) alwaysinline {
+entry:
+  %idle = icmp eq i32 %active, 0
+  br i1 %idle, label %done, label %load
+load:
+  %word = inttoptr i64 %address to ptr addrspace(1)
+  %seen = load atomic i32, ptr addrspace(1) %word acquire, align 4
+  %there = call i1 @tdx_satisfied(i32 %seen, i32 %value, i32 0)
+  %ready = zext i1 %there to i32
+  br label %done
+done:
+  %result = phi i32 [ 0, %entry ], [ %ready, %load ]
+  ret i32 %result
+}
+
+; tdx_patience for one of the words of wait_any; where inactive or there by now, as if just begun.
+define i64 @tdx_patience_lane(i32 %polls, i64 %start, i64 %address, i32 %value, i32 %active,
+                              i64 %control, i32 %team, i32 %program) alwaysinline {
+entry:
+  %low = and i32 %polls, 63
+  %early = icmp ne i32 %low, 63
+  %idle = icmp eq i32 %active, 0
+  %skip = or i1 %early, %idle
+  br i1 %skip, label %done, label %look
+look:
+  %word = inttoptr i64 %address to ptr addrspace(1)
+  %seen = load atomic i32, ptr addrspace(1) %word monotonic, align 4
+  %there = call i1 @tdx_satisfied(i32 %seen, i32 %value, i32 0)
+  br i1 %there, label %done, label %ask
+ask:
+  %begun = call i64 @tdx_patience(i32 %polls, i64 %start, i64 %address, i32 %value, i32 %seen,
+                                  i64 %control, i32 %team, i32 -1, i32 %program)
+  br label %done
+done:
+  %result = phi i64 [ %start, %entry ], [ %start, %look ], [ %begun, %ask ]
+  ret i64 %result
+}
+
 ; A data-and-flag word: 32 bits of data low, the flag high. %word was already loaded; polls on
 ; until the flag is right. Returns the data in the low half and 1 (or 0: gave up) in the high one.
 define i64 @tdx_settle(i64 %word, i64 %address, i32 %flag, i32 %active, i64 %control, i32 %team,

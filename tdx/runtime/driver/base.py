@@ -7,7 +7,7 @@ Addresses, stream, event and graph handles are plain ints. A verb that fails rai
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["DeviceInfo", "Driver"]
 
@@ -30,6 +30,8 @@ class DeviceInfo:
         Device memory; on the host tier this rank's share of the machine's.
     dlpack_type : int
         DLPack device type: 1 CPU, 2 CUDA, 10 ROCm.
+    identity : str
+        Tells devices of a host apart; empty where ranks may share one.
     """
 
     backend: str
@@ -39,6 +41,7 @@ class DeviceInfo:
     multiprocessors: int
     memory_bytes: int
     dlpack_type: int
+    identity: str = ""
 
 
 class Driver(Protocol):
@@ -177,6 +180,14 @@ class Driver(Protocol):
         """Where this thread's plain launches go."""
 
     def set_current_stream(self, stream: int) -> None: ...
+
+    def launch_stream(self) -> int:
+        """Where a plain `kernel[grid](...)` of this thread goes."""
+
+    def launch(
+        self, kernel: Any, grid: int, stream: int, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """Run one of tdx's own kernels with `grid` blocks on the stream."""
 
     def resident_blocks(self) -> int:
         """Most blocks of a kernel that may wait for each other."""

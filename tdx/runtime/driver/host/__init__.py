@@ -116,7 +116,7 @@ class HostDriver(HostMemory):
             low = min(0, pitch * (rows - 1))
             span = abs(pitch) * (rows - 1) + width
             memory = (ctypes.c_char * span).from_address(address + low)
-            return np.ndarray((rows, width), np.uint8, memory, -low, (pitch, 1))
+            return np.ndarray((rows, width), np.uint8, memoryview(memory), -low, (pitch, 1))
 
         def copy() -> None:
             np.copyto(rows_of(dst, dst_pitch), rows_of(src, src_pitch))
@@ -138,7 +138,8 @@ class HostDriver(HostMemory):
         self.device.synchronize_stream(stream)
 
     def stream_query(self, stream: int) -> bool:
-        return not self.device.streams[stream].queue
+        handle = self.device.streams.get(stream)
+        return handle is None or not handle.queue
 
     def stream_wait(self, stream: int, event: int) -> None:
         self.device.wait_event(stream, event)
@@ -185,7 +186,7 @@ class HostDriver(HostMemory):
     # ---- kernels
     def install(self) -> None:
         interpreter.set_launcher(self.device, self._launch)
-        abi.host_executor = self.executor
+        abi.host_executor = self.executor  # type: ignore[assignment]
         active = triton.runtime.driver
         self._previous = getattr(active, "_active", None)
         active.set_active(interpreter.HostTritonDriver(self.synchronize))
@@ -203,6 +204,18 @@ class HostDriver(HostMemory):
         if not self._default_stream:
             self._default_stream = stream
         self._thread_stream.handle = stream
+
+    launch_stream = current_stream
+
+    def launch(
+        self, kernel: Any, grid: int, stream: int, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        outer = self.current_stream()
+        self.set_current_stream(stream)
+        try:
+            kernel[(grid,)](*args, **named)
+        finally:
+            self.set_current_stream(outer)
 
     def resident_blocks(self) -> int:
         return self.info.multiprocessors

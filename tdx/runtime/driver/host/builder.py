@@ -63,6 +63,7 @@ class HostBuilder(interpreter.InterpreterBuilder):
 
     def __init__(self, device: Device | None = None):
         super().__init__()
+        self.options: Any
         # overflow checks of every integer operation would double the time of index arithmetic
         self.options = dataclasses.replace(self.options, sanitize_overflow=False)
         self.device = device
@@ -99,7 +100,7 @@ class HostBuilder(interpreter.InterpreterBuilder):
     def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
         if _narrow(z):
             exact = np.multiply(_wide(x), _wide(y), dtype=np.float64) + _wide(z)
-            return _handle(exact.astype(np.float32), z.dtype.scalar)
+            return _handle(exact, z.dtype.scalar)
         return super().create_fma(x, y, z)
 
     def create_fabs(self, arg: TensorHandle) -> TensorHandle:
@@ -144,8 +145,8 @@ class HostBuilder(interpreter.InterpreterBuilder):
             self._breathe()
         return result
 
-    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        result = super().create_masked_store(ptrs, value, mask, *rest, **named)
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        result = super().create_masked_store(ptrs, value, mask, *rest)
         fibre = self.device.running if self.device is not None else None
         if fibre is not None:
             fibre.stored()
@@ -172,7 +173,7 @@ class HostBuilder(interpreter.InterpreterBuilder):
         start = time.perf_counter_ns()
         limit = None if timeout_ns is None else int(np.asarray(timeout_ns.data).reshape(-1)[0])
         mask = TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1)
-        base = super()
+        base: Any = super()
 
         def match() -> np.ndarray:
             return base.create_masked_load(ptr, mask, None, None, True).data == expected.data

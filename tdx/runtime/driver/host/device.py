@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from tdx.runtime.config import config
 from tdx.runtime.errors import DriverError, InvalidArgument
 
@@ -95,7 +97,8 @@ class Graph:
     def __init__(self, origin: int):
         self.origin = origin
         self.streams = {origin}
-        self.events: set[int] = set()
+        self.events: dict[int, int] = {}  # event -> stream of its record
+        self.unjoined: set[int] = set()  # side streams with work nobody has waited for
         self.entries: list[tuple[int, Callable[[], Operation]]] = []
 
 
@@ -172,6 +175,8 @@ class Device:
                 raise InvalidArgument(f"stream {handle} is not an open stream of the host tier")
             if self.capture is not None and handle in self.capture.streams:
                 self.capture.entries.append((handle, make))
+                if handle != self.capture.origin:
+                    self.capture.unjoined.add(handle)
                 return
             stream.queue.append(make())
             self.changed.notify_all()
@@ -180,14 +185,15 @@ class Device:
 
     def record(self, event: int, stream: int) -> None:
         with self.changed:
-            if self.capture is not None and stream in self.capture.streams:
-                self.capture.events.add(event)
             self.enqueue(stream, self.events[event].record)
+            if self.capture is not None and stream in self.capture.streams:
+                self.capture.events[event] = stream
 
     def wait_event(self, stream: int, event: int) -> None:
         with self.changed:
             if self.capture is not None and event in self.capture.events:
                 self.capture.streams.add(stream)
+                self.capture.unjoined.discard(self.capture.events[event])
             self.enqueue(stream, self.events[event].waiter)
 
     def capture_begin(self, stream: int) -> None:
@@ -201,6 +207,11 @@ class Device:
             graph, self.capture = self.capture, None
             if graph is None or graph.origin != stream:
                 raise InvalidArgument("no capture is open on this stream")
+            if graph.unjoined:
+                raise InvalidArgument(
+                    f"streams {sorted(graph.unjoined)} joined the graph and were not joined back; "
+                    "let the recording stream wait for them: world.stream.wait(side)"
+                )
             handle = next(self._handles)
             self.graphs[handle] = graph
         return handle
@@ -248,6 +259,7 @@ class Device:
 
     # ---- the device thread
     def _run(self) -> None:
+        np.seterr(all="ignore")  # overflow and the like are values, as on a GPU
         idle = 0
         still_since = 0.0
         while True:

@@ -74,7 +74,7 @@ class HostExecutor:
     def wait_any(
         self, addresses: np.ndarray, value: int, control: int, team: int
     ) -> tuple[np.ndarray, bool]:
-        """Wait until an int32 word is >= `value` (wrap-safe): which words are, and False: gave up."""
+        """Wait until an int32 word is >= `value`, wrap-safe: which ones are; False: gave up."""
         cells = [ctypes.c_int32.from_address(int(a)) for a in addresses]
         ready = np.zeros(len(cells), bool)
 
@@ -130,9 +130,8 @@ class HostExecutor:
 
     @staticmethod
     def _acquire(addresses: np.ndarray) -> None:
-        everything = np.ones(addresses.shape, bool)
-        zero = np.zeros(addresses.shape, np.int32)
-        native.atomic_rmw(native.RMW_OP.ADD, addresses, zero, everything, native.MEM_SEMANTIC.ACQUIRE)
+        mask, zero = np.ones(addresses.shape, bool), np.zeros(addresses.shape, np.int32)
+        native.atomic_rmw(native.RMW_OP.ADD, addresses, zero, mask, native.MEM_SEMANTIC.ACQUIRE)
 
     def fault(self, control: int) -> bool:
         """Whether a fault stands."""

@@ -80,10 +80,7 @@ def take_over() -> None:
 
 
 def _patch_language() -> None:
-    class Everything:
-        __globals__ = {"tl": tl, "core": tl.core}
-
-    interpreter._patch_lang(Everything)
+    interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: _NoScope()
     # Triton 3.6 converts with int(array), which NumPy 2.4 refuses for arrays of one dimension
     tl.tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])

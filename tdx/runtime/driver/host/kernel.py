@@ -8,6 +8,7 @@ once its time slice is over. Fibres live on the device thread only.
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import linecache
 import time
@@ -35,6 +36,7 @@ class Fibre:
         self.run = run
         self.index = index
         self.task = greenlet.greenlet(self._main)
+        self.task.gr_context = contextvars.copy_context()  # NumPy's error state is in there
         self.poll: Callable[[], bool] | None = None  # what it waits for
         self.describe: Callable[[], str] | None = None
         self.seen: dict[bytes, bytes] = {}  # atomics since the last store: addresses -> result
@@ -144,8 +146,10 @@ class KernelRun:
 
     def step(self, device: Device) -> bool:
         moved = False
-        order = self.live if device.random is None else device.random.sample(self.live, len(self.live))
-        for fibre in list(order):
+        order = list(self.live)
+        if device.random is not None:
+            device.random.shuffle(order)
+        for fibre in order:
             if fibre.poll is not None:
                 if not fibre.poll():
                     continue
@@ -162,7 +166,8 @@ class KernelRun:
             self.started += 1
             fibre = Fibre(self, index)
             self.live.append(fibre)
-            self._resume(fibre)
+            if device.random is None:  # else the next step resumes the new ones in any order
+                self._resume(fibre)
             moved = True
         return moved or self.done
 

@@ -86,7 +86,7 @@ class HostMemory:
                     f"heap: {nbytes} bytes of shared memory cannot be committed "
                     f"({error.strerror}); pass a smaller heap_bytes= to tdx.init"
                 ) from error
-            raise DriverError(f"creating {nbytes} bytes of shared memory failed: {error}") from error
+            raise DriverError(f"{nbytes} bytes of shared memory: {error}") from error
         return fd
 
     def mem_export(self, handle: int) -> int:

@@ -33,10 +33,18 @@ def to_float32(bits: np.ndarray, dtype: Any) -> np.ndarray:
 def from_float32(values: np.ndarray, dtype: Any) -> np.ndarray:
     """Bit patterns of float values rounded to nearest even; float8 saturates, NaN stays NaN."""
     values = np.asarray(values)
-    if values.dtype != np.float64:
-        values = values.astype(np.float32, copy=False)
-    limit = _MAX.get(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
+        values = _to_odd(values) if values.dtype == np.float64 else values.astype(np.float32)
+        limit = _MAX.get(dtype)
         if limit is not None:
             values = np.clip(values, -limit, limit)
         return values.astype(NARROW[dtype]).view(_BITS[dtype])
+
+
+def _to_odd(values: np.ndarray) -> np.ndarray:
+    """float64 as float32, inexact ones to the odd neighbour: rounding on then rounds as if once."""
+    nearest = values.astype(np.float32)
+    back = nearest.astype(np.float64)
+    inexact = back != values
+    bits = nearest.view(np.uint32) - (inexact & (np.abs(back) > np.abs(values)))
+    return (bits | inexact).astype(np.uint32).view(np.float32)

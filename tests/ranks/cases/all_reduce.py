@@ -1,0 +1,283 @@
+"""All-reduce: values, bits, and the ways to call it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import tdx
+from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.kernels.all_reduce import Config
+from tests.helpers.cases import limit, worlds
+from tests.helpers.reference import assert_same_bits, poisoned, reduced, values
+
+FLOATS = ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2"]
+NARROW_OR_WIDE = {"float64", "float8_e4m3fn", "float8_e5m2", "int64"}  # not for low_latency
+SHAPES = [1, 2, 7, 1023, 4099, (0,), (0, 3), (3, 5), ()]
+
+
+def inputs(world, shape, dtype, salt=0):
+    return [values(rank, shape, dtype, salt) for rank in range(world.size)]
+
+
+def algorithms(dtype):
+    return ["one_shot"] if dtype in NARROW_OR_WIDE else ["one_shot", "low_latency"]
+
+
+@worlds(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("dtype", [*FLOATS, "int32", "int64"])
+def case_values(world, dtype):
+    """Every op, size and algorithm gives the bits of the rank-order reference."""
+    for op in ("sum", "max", "min") if dtype.startswith("int") else ("sum", "avg", "max", "min"):
+        for shape in SHAPES:
+            given = inputs(world, shape, dtype)
+            x = world.array(given[world.rank])
+            for algorithm in algorithms(dtype):
+                out = world.array(poisoned(shape, dtype))
+                result = tdx.all_reduce(x, op, out=out, algorithm=algorithm)
+                assert result is out
+                assert_same_bits(out.numpy(), reduced(given, op), (op, shape, algorithm))
+            assert_same_bits(x.numpy(), given[world.rank], "the input")
+
+
+@worlds(8)
+def case_eight_ranks(world):
+    for dtype in ("float32", "bfloat16"):
+        given = inputs(world, 1023, dtype)
+        for algorithm in algorithms(dtype):
+            result = tdx.all_reduce(world.array(given[world.rank]), algorithm=algorithm)
+            assert_same_bits(result.numpy(), reduced(given))
+
+
+@worlds(2, 3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int32"])
+def case_any_alignment(world, dtype):
+    """Inputs and outputs that start at odd elements."""
+    size = 1023
+    for begin in (1, 2, 3, 5):
+        given = inputs(world, size + begin, dtype)
+        x = world.array(given[world.rank])[begin:]
+        for algorithm in algorithms(dtype):
+            whole = world.array(poisoned(size + 8, dtype))
+            tdx.all_reduce(x, out=whole[3 : 3 + size], algorithm=algorithm)
+            wanted = poisoned(size + 8, dtype)
+            wanted[3 : 3 + size] = reduced([g[begin:] for g in given])
+            assert_same_bits(whole.numpy(), wanted, (begin, algorithm))
+
+
+@worlds(3)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def case_bias_and_residual(world, dtype, op):
+    """Added after the reduction, before the one rounding."""
+    shape = (7, 33)
+    given = inputs(world, shape, dtype)
+    bias = values(0, 33, dtype, salt=1)
+    residual = values(world.rank, shape, dtype, salt=2)
+    x = world.array(given[world.rank])
+    b, r = world.array(bias, symmetric=False), world.array(residual, symmetric=False)
+    for algorithm in algorithms(dtype):
+        for extra in ({"bias": b}, {"residual": r}, {"bias": b, "residual": r}):
+            result = tdx.all_reduce(x, op, algorithm=algorithm, **extra)
+            named = {k: bias if k == "bias" else residual for k in extra}
+            assert_same_bits(result.numpy(), reduced(given, op, **named), (algorithm, *extra))
+
+
+@worlds(2, 3)
+def case_out_dtype(world):
+    for dtype, out in [
+        ("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float16"),
+        ("float16", "float64"), ("float64", "float32"), ("float8_e4m3fn", "bfloat16"),
+        ("float32", "float64"),
+    ]:  # fmt: skip
+        given = inputs(world, 257, dtype)
+        result = tdx.all_reduce(world.array(given[world.rank]), out_dtype=out)
+        assert_same_bits(result.numpy(), reduced(given, out_dtype=out), (dtype, out))
+
+
+@worlds(3)
+def case_nan_and_infinity(world):
+    """max and min propagate NaN as NumPy does; sums give what IEEE gives."""
+    special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 3e38, -3e38], np.float32)
+    given = [np.roll(np.tile(special, 9), rank * 5)[:67] for rank in range(world.size)]
+    x = world.array(given[world.rank])
+    for op in ("sum", "avg", "max", "min"):
+        for algorithm in algorithms("float32"):
+            result = tdx.all_reduce(x, op, algorithm=algorithm).numpy()
+            wanted = reduced(given, op)
+            if op in ("max", "min"):  # the sign of a zero is open
+                result, wanted = result + np.float32(0), wanted + np.float32(0)
+            assert_same_bits(result, wanted, (op, algorithm))
+
+
+@worlds(2, 4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def case_bits_do_not_depend_on_the_way(world, dtype):
+    """Blocks, algorithms, slices, graphs, plans and repetition: the same bits."""
+    shape = 5003
+    given = inputs(world, shape, dtype)
+    wanted = reduced(given)
+    x = world.array(given[world.rank])
+    for algorithm in algorithms(dtype):
+        for block in (256, 1024, 8192):
+            plan = tdx.AllReduce(world, shape, dtype, config=Config(algorithm, block))
+            for _ in range(2):
+                assert_same_bits(plan(x).numpy(), wanted, (algorithm, block))
+            with tdx.graph(world) as graph:
+                plan(x)
+            graph.replay()
+            assert_same_bits(plan._out.numpy(), wanted, (algorithm, block, "graph"))
+    for low, high in ((0, 1), (17, 1044), (4000, 5003)):
+        assert_same_bits(tdx.all_reduce(x[low:high]).numpy(), wanted[low:high], (low, high))
+
+
+@worlds(2, 3)
+def case_in_place(world):
+    for algorithm in algorithms("float32"):
+        for size in (1, 7, 4099):
+            given = inputs(world, size, "float32")
+            x = world.array(given[world.rank])
+            assert tdx.all_reduce(x, out=x, algorithm=algorithm) is x
+            assert_same_bits(x.numpy(), reduced(given))
+
+
+@worlds(2, 4)
+@pytest.mark.parametrize("algorithm", ["one_shot", "low_latency"])
+def case_back_to_back(world, algorithm):
+    """A hundred calls without a host synchronisation; each is the next one's input."""
+    shape, calls = 515, 100
+    plan = tdx.AllReduce(world, shape, "int32", algorithm=algorithm)
+    given = inputs(world, shape, "int32")
+    x = world.array(given[world.rank])
+    for _ in range(calls):
+        plan(x, out=x)
+    total = reduced(given)
+    for _ in range(calls - 1):
+        total = reduced([total] * world.size)
+    assert_same_bits(x.numpy(), total)
+    if world.size > 1:
+        kept = [world.array(given[world.rank] + np.int32(i)) for i in range(calls)]
+        outs = [world.empty(shape, "int32") for _ in range(calls)]
+        for i in range(calls):
+            plan(kept[i], out=outs[i])
+        for i in range(calls):
+            assert_same_bits(outs[i].numpy(), reduced([g + np.int32(i) for g in given]), i)
+
+
+@worlds(3)
+@pytest.mark.parametrize("algorithm", ["one_shot", "low_latency"])
+def case_graph_replays_changing_inputs(world, algorithm):
+    shape = 1023
+    plan = tdx.AllReduce(world, shape, "float32", algorithm=algorithm)
+    x = world.empty(shape, "float32")
+    out = world.empty(shape, "float32")
+    with tdx.graph(world) as graph:
+        plan(x, out=out)
+        plan(out, out=out)
+    for turn in range(30):
+        given = inputs(world, shape, "float32", salt=turn)
+        x.copy_from(given[world.rank])
+        out.copy_from(poisoned(shape, "float32"))
+        graph.replay()
+        first = reduced(given)
+        assert_same_bits(out.numpy(), reduced([first] * world.size), turn)
+    for _ in range(20):  # without looking in between, eager calls among them
+        graph.replay()
+        plan(x, out=out)
+    assert_same_bits(out.numpy(), reduced(given))
+
+
+@worlds(3)
+def case_two_streams(world):
+    """The same plan and different plans on two streams."""
+    shape = 2049
+    streams = [world.new_stream(), world.new_stream()]
+    plans = [tdx.AllReduce(world, shape, "float32") for _ in streams]
+    given = [inputs(world, shape, "float32", salt) for salt in range(2)]
+    xs = [world.array(g[world.rank]) for g in given]
+    outs = [world.empty(shape, "float32") for _ in range(20)]
+    for i in range(20):
+        plans[i % 2](xs[i % 2], out=outs[i], stream=streams[i % 2])
+    for i in range(20):
+        assert_same_bits(outs[i].numpy(), reduced(given[i % 2]), i)
+    for i in range(20):  # one plan, streams in turn: calls follow one another
+        plans[0](xs[0], out=outs[i], stream=streams[i % 2])
+    for i in range(20):
+        assert_same_bits(outs[i].numpy(), reduced(given[0]), i)
+
+
+@worlds(3, 5)
+def case_teams(world):
+    """Subsets in permuted order reduce in team order, at the same time as others do."""
+    size = world.size
+    groups = [tuple(range(size))[::-1], (2, 0), (1,)]
+    teams = [world.team(ranks) for ranks in groups]
+    shape = 777
+    for algorithm in algorithms("float32"):
+        for ranks, team in zip(groups, teams, strict=True):
+            given = [values(rank, shape, "float32") for rank in ranks]
+            if team is None:
+                assert world.rank not in ranks
+                continue
+            assert team.ranks[team.rank] == world.rank
+            x = world.array(values(world.rank, shape, "float32"), symmetric=False)
+            result = tdx.all_reduce(x, algorithm=algorithm, team=team)
+            assert_same_bits(result.numpy(), reduced(given), (ranks, algorithm))
+    world.barrier()
+
+
+@worlds(2)
+def case_bad_arguments(world):
+    """The same mistake on all ranks: a clear error on all ranks, and the next call works."""
+    x = world.zeros((4, 8), "float32")
+    ints = world.zeros(4, "int32")
+    wrong = [
+        (InvalidArgument, "op='prod' is not one of", lambda: tdx.all_reduce(x, "prod")),
+        (InvalidArgument, "algorithm='ring'", lambda: tdx.all_reduce(x, algorithm="ring")),
+        (Unsupported, "avg", lambda: tdx.all_reduce(ints, "avg")),
+        (DtypeError, "floats only", lambda: tdx.all_reduce(ints, out_dtype="float32")),
+        (DtypeError, "complex64", lambda: tdx.all_reduce(np.zeros(3, np.complex64))),
+        (DtypeError, "float32", lambda: tdx.all_reduce(x, out=world.zeros((4, 8), "float16"))),
+        (InvalidArgument, "shape", lambda: tdx.all_reduce(x, out=world.zeros(8, "float32"))),
+        (InvalidArgument, "contiguous", lambda: tdx.all_reduce(x.T)),
+        (InvalidArgument, r"expected \(8,\)", lambda: tdx.all_reduce(x, bias=ints.view("float32"))),
+        (DtypeError, "int8", lambda: tdx.all_reduce(world.zeros(4, "int8"))),
+        (InvalidArgument, "power of two", lambda: Config("one_shot", 100)),
+        (InvalidArgument, "low_latency takes up to",
+         lambda: tdx.AllReduce(world, 1 << 21, "float32", algorithm="low_latency")),
+        (Unsupported, "types of 2 and 4 bytes",
+         lambda: tdx.all_reduce(world.zeros(4, "float64"), algorithm="low_latency")),
+    ]  # fmt: skip
+    for kind, words, call in wrong:
+        with pytest.raises(kind, match=words):
+            call()
+        assert_same_bits(tdx.all_reduce(ints).numpy(), np.zeros(4, np.int32))
+    plan = tdx.AllReduce(world, (4, 8), "float32", bias=True)
+    with pytest.raises(InvalidArgument, match="bias=True"):
+        plan(x)
+    with pytest.raises(InvalidArgument, match="shape"):
+        plan(world.zeros(32, "float32"), bias=x[0])
+
+
+@limit(120)
+@worlds(4)
+def case_speed(world):
+    """65,536 float32 at 4 ranks; the figure is for two idle cores, the limit for busy ones."""
+    plan = tdx.AllReduce(world, 65536, "float32")
+    x = world.array(values(world.rank, 65536, "float32"))
+    for _ in range(3):
+        plan(x)
+    world.barrier()
+    times = []
+    for _ in range(7):
+        world.barrier()
+        start = time.perf_counter()
+        plan(x)
+        world.synchronize()
+        times.append(time.perf_counter() - start)
+    median = sorted(times)[3]
+    if world.rank == 0:
+        print(f"all_reduce of 65536 float32, 4 ranks: {median * 1e3:.1f} ms")  # noqa: T201
+    assert median < 0.4
