@@ -32,6 +32,7 @@ class Config:
     host_multiprocessors: int
     host_seed: int
     quiet: bool
+    share_gpu: bool
     launch_blocking: bool
 
     def __init__(self) -> None:

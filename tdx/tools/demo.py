@@ -137,7 +137,9 @@ def _settings(args: argparse.Namespace, backend: str, ranks: int) -> Settings:
     given = (args.tokens, args.hidden, args.intermediate)
     if args.input is not None:
         if any(n is not None for n in given):
-            raise InvalidArgument("--tokens, --hidden and --intermediate come from the --input file")
+            raise InvalidArgument(
+                "--tokens, --hidden and --intermediate come from the --input file"
+            )
         x, w_gate, _, _ = load(args.input)
         sizes = (*x.shape, w_gate.shape[1])
     else:

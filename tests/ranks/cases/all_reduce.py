@@ -10,7 +10,7 @@ import pytest
 import tdx
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.kernels.all_reduce import Config
-from tests.helpers.cases import limit, worlds
+from tests.helpers.cases import isolated, limit, worlds
 from tests.helpers.reference import assert_same_bits, poisoned, reduced, values
 
 FLOATS = ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2"]
@@ -208,8 +208,9 @@ def case_two_streams(world):
         assert_same_bits(outs[i].numpy(), reduced(given[0]), i)
 
 
+@isolated
 @worlds(3, 5)
-def case_teams(world):
+def case_teams(comm, backend):
     """Subsets in permuted order reduce in team order, at the same time as others do."""
     size = world.size
     groups = [tuple(range(size))[::-1], (2, 0), (1,)]

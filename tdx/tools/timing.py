@@ -1,0 +1,65 @@
+"""How times are taken: graphs for the device, a plain clock for the host, slowest rank's median."""
+
+from __future__ import annotations
+
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tdx.runtime.graph import graph
+
+if TYPE_CHECKING:
+    from tdx.runtime.world import World
+
+__all__ = ["device_time", "host_time", "replay_time", "slowest"]
+
+
+def slowest(world: World, value: float) -> float:
+    """The largest of all ranks' values."""
+    everybody = world.channels.allgather(struct.pack("<d", value), "measurement")
+    return max(struct.unpack("<d", payload)[0] for payload in everybody)
+
+
+def replay_time(world: World, replay: Callable[[], None], calls: int, repeats: int = 30) -> float:
+    """Microseconds of one of the `calls` calls that `replay` queues on the world's stream.
+
+    Median over `repeats` replays, each begun together; the slowest rank counts.
+    """
+    stream = world.stream
+    samples = []
+    for _ in range(repeats):
+        world.barrier()
+        start = stream.record()
+        replay()
+        end = stream.record()
+        end.wait()
+        samples.append(start.elapsed(end) * 1e3 / calls)
+    return slowest(world, statistics.median(samples))
+
+
+def device_time(
+    world: World, call: Callable[[], object], calls: int = 50, repeats: int = 30
+) -> float:
+    """Microseconds a call takes when `calls` of them are replayed as one graph; see replay_time."""
+    call()
+    world.synchronize()
+    with graph(world) as recorded:
+        for _ in range(calls):
+            call()
+    recorded.replay()
+    world.synchronize()
+    return replay_time(world, recorded.replay, calls, repeats)
+
+
+def host_time(world: World, call: Callable[[], object], calls: int = 200) -> float:
+    """Microseconds of host time a call takes until it returns, mean over `calls`; slowest rank."""
+    call()
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    taken = (time.perf_counter() - start) / calls * 1e6
+    world.barrier()
+    return slowest(world, taken)

@@ -1,0 +1,263 @@
+"""tdx.init and close: what it gives, how often, how fast, and what every rank hears when it fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import tdx
+from tdx.runtime.driver.host import HostDriver
+from tdx.runtime.errors import (
+    Closed,
+    CollectiveMismatch,
+    DriverError,
+    HeapExhausted,
+    InvalidArgument,
+    PeerTimeout,
+    Unsupported,
+)
+from tests.helpers.cases import isolated, limit, worlds
+
+
+def resources():
+    """Threads, descriptors and mappings above 1 GiB (heaps are reserved, not small)."""
+    gc.collect()
+    with open("/proc/self/maps") as file:
+        ends = [line.split()[0].split("-") for line in file]
+    large = sum(int(high, 16) - int(low, 16) > 1 << 30 for low, high in ends)
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), large
+
+
+@isolated
+@pytest.mark.smoke
+@worlds(1, 2, 4)
+def case_again_and_again(comm, backend):
+    with tdx.init(comm, backend=backend, heap_bytes=1 << 20):
+        pass
+    before = resources()
+    for _ in range(100 if comm.Get_size() == 2 else 10):
+        with tdx.init(comm, backend=backend, heap_bytes=1 << 20) as world:
+            assert (world.rank, world.size) == (comm.Get_rank(), comm.Get_size())
+            assert world.zeros(3, "int8").numpy().tolist() == [0, 0, 0]
+            world.barrier()
+    assert resources() == before
+
+
+@isolated
+@worlds(4)
+def case_is_fast(comm, backend):
+    import triton  # noqa: F401
+
+    seconds = []
+    for _ in range(3):
+        comm.barrier()
+        start = time.perf_counter()
+        world = tdx.init(comm, backend=backend)
+        seconds.append(time.perf_counter() - start)
+        world.close()
+    if comm.Get_rank() == 0:
+        print("init:", ", ".join(f"{1e3 * s:.0f} ms" for s in seconds))  # noqa: T201
+    assert min(seconds) < 2
+
+
+@isolated
+@worlds(2)
+def case_a_second_world_is_refused(comm, backend):
+    with tdx.init(comm, backend=backend) as world:
+        with pytest.raises(InvalidArgument, match="is open already; close it"):
+            tdx.init(comm, backend=backend)
+        world.barrier()
+    tdx.init(comm, backend=backend).close()
+
+
+@isolated
+@worlds(2, 3)
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("heap_bytes", (1 << 20, 1 << 21)),
+        ("timeout_s", (30.0, 20.0)),
+        ("on_peer_failure", ("raise", "abort")),
+    ],
+)
+def case_ranks_that_disagree(comm, backend, name, values):
+    before = resources()
+    mine = values[comm.Get_rank() == 1]
+    with pytest.raises(InvalidArgument, match=rf"different values:[^$]*rank 1: .*{name}={values[1]}"):
+        tdx.init(comm, backend=backend, **{name: mine})
+    assert resources() == before
+    tdx.init(comm, backend=backend).close()
+
+
+@isolated
+@worlds(1, 2)
+@pytest.mark.parametrize(
+    ("name", "value", "error", "text"),
+    [
+        ("backend", "cpu", InvalidArgument, "'cpu' is not one of cuda, hip, host"),
+        ("backend", "hip", Unsupported, "use backend='host'"),
+        ("heap_bytes", -1, InvalidArgument, "256 bytes"),
+        ("heap_bytes", 1e9, InvalidArgument, "got 1000000000.0"),
+        ("timeout_s", -1, InvalidArgument, "got -1"),
+        ("timeout_s", float("nan"), InvalidArgument, "got nan"),
+        ("timeout_s", "10", InvalidArgument, "got '10'"),
+        ("timeout_s", 1e10, InvalidArgument, "0: no deadline"),
+        ("on_peer_failure", "ignore", InvalidArgument, "'ignore' is not one of"),
+    ],
+)
+def case_bad_values(comm, backend, name, value, error, text):
+    """On rank 1 only, if there is one: rank 0 hears of it."""
+    before = resources()
+    last = comm.Get_rank() == comm.Get_size() - 1
+    with pytest.raises(error, match=text):
+        tdx.init(comm, **({"backend": backend} | ({name: value} if last else {})))
+    assert resources() == before
+    tdx.init(comm, backend=backend).close()
+
+
+@isolated
+@worlds(1, 2)
+def case_cuda_without_a_gpu(comm):
+    from tdx.runtime.backends import nvidia_gpus
+
+    if nvidia_gpus() == 0:
+        with pytest.raises((DriverError, Unsupported), match="cuda.*backend='host'"):
+            tdx.init(comm, backend="cuda")
+
+
+@isolated
+@worlds(1)
+@pytest.mark.parametrize("comm_like", [3, "MPI", object()], ids=["int", "str", "object"])
+def case_what_is_no_communicator(comm_like):
+    with pytest.raises(InvalidArgument, match="Get_rank"):
+        tdx.init(comm_like)
+
+
+@isolated
+@worlds(1)
+def case_several_hosts(backend):
+    class TwoHosts:
+        def Get_rank(self):
+            return 0
+
+        def Get_size(self):
+            return 2
+
+        def allgather(self, payload):
+            return [payload, payload.replace(os.uname().nodename.encode(), b"elsewhere")[::-1]]
+
+    with pytest.raises(tdx.errors.TdxError):
+        tdx.init(TwoHosts(), backend=backend)
+
+
+@isolated
+@worlds(2, 3)
+@limit(30)
+@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize("verb", ["mem_create", "mem_export", "mem_import", "mem_map"])
+def case_a_failing_verb_undoes_everything(comm, backend, verb, call):
+    """The call-th use of the verb fails on the last rank: all ranks raise, nothing stays."""
+    if backend != "host":
+        return
+    tdx.init(comm, backend=backend).close()
+    before = resources()
+    original, calls = getattr(HostDriver, verb), []
+
+    def failing(self, *args):
+        calls.append(args)
+        if len(calls) == call and comm.Get_rank() == comm.Get_size() - 1:
+            raise HeapExhausted(f"injected into {verb}")
+        return original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostDriver, verb, failing)
+        uses = 2 if verb in ("mem_create", "mem_export") else 2 * comm.Get_size()
+        if call <= uses:
+            with pytest.raises(HeapExhausted, match=f"injected into {verb}"):
+                tdx.init(comm, backend=backend)
+        else:
+            tdx.init(comm, backend=backend).close()
+    assert resources() == before
+    with tdx.init(comm, backend=backend) as world:
+        world.barrier()
+
+
+@isolated
+@worlds(2)
+def case_no_descriptor_left(comm, backend):
+    tdx.init(comm, backend=backend).close()
+    before = resources()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    for spare in (0, 2, 4, 6, 8):
+        if comm.Get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+        try:
+            tdx.init(comm, backend=backend, timeout_s=5).close()
+        except (tdx.errors.TdxError, OSError) as error:
+            assert any(word in str(error) for word in ("ulimit", "open files", "descriptor"))  # noqa: PT017
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        comm.barrier()
+    tdx.init(comm, backend=backend).close()
+    assert resources() == before
+
+
+@isolated
+@worlds(2)
+def case_exports_outlive_the_world(comm, backend):
+    """A NumPy view keeps the memory; close says so; letting go of it unmaps."""
+    world = tdx.init(comm, backend=backend)
+    x = world.array(np.full(4, world.rank, np.int32))
+    local = world.array(np.arange(4, dtype=np.int32), symmetric=False)
+    views = [np.asarray(x), np.from_dlpack(x), np.asarray(local)]
+    with pytest.warns(ResourceWarning, match="3 exported"):
+        world.close()
+    for view in views[:2]:
+        view += 1
+        assert (view == world.rank + 1).all()
+    assert (views[2] == np.arange(4)).all()
+    mapped = resources()[2]
+    with tdx.init(comm, backend=backend) as second:
+        second.barrier()
+    assert (views[0] == world.rank + 1).all()
+    del view, views
+    gc.collect()
+    assert resources()[2] < mapped
+    with pytest.raises(Closed, match="world is closed"):
+        x.numpy()
+
+
+@isolated
+@worlds(2)
+@limit(20)
+def case_close_has_a_deadline(comm, backend):
+    world = tdx.init(comm, backend=backend, timeout_s=1)
+    if world.rank == 0:
+        with pytest.raises(PeerTimeout, match="close"):
+            world.close()
+        assert world.closed
+        comm.barrier()
+    else:
+        comm.barrier()  # late
+        with pytest.raises(tdx.errors.PeerLost):
+            world.close()
+    tdx.init(comm, backend=backend).close()
+
+
+@isolated
+@worlds(2)
+def case_different_calls_are_named(comm, backend):
+    with tdx.init(comm, backend=backend, timeout_s=5) as world:
+        with pytest.raises(CollectiveMismatch, match="barrier"):
+            if world.rank == 0:
+                world.barrier()
+            else:
+                world.team([0, 1])
+        world.barrier()
