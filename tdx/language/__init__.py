@@ -22,7 +22,7 @@ from tdx.language.memory import (
     put_signal,
     quiet,
 )
-from tdx.language.signal import load_ll, notify, program_index, store_ll, wait, wait_all
+from tdx.language.signal import load_ll, load_ll_all, notify, program_index, store_ll, wait, wait_all
 
 __all__ = [
     "MAX_WAIT_ANY",
@@ -35,6 +35,7 @@ __all__ = [
     "get",
     "grid_barrier",
     "load_ll",
+    "load_ll_all",
     "nothing_done",
     "notify",
     "num_blocks",

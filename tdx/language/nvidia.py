@@ -5,7 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tdx.language._intrinsic import as_tensor, device_call, has_async_proxy, is_block
+from triton.language import core
+
+from tdx.language._intrinsic import (
+    as_tensor,
+    device_call,
+    has_async_proxy,
+    intrinsic,
+    is_block,
+    unwrap,
+)
 
 
 @triton.jit
@@ -73,8 +82,8 @@ def publish(target, value, op: tl.constexpr, when, control):
         fault = device_call("tdx_fault", "i64", "i64", (control,))
         send = (fault == 0) & as_tensor(when).to(tl.int1)
         tl.debug_barrier()
-        if op == "set":
-            tl.atomic_xchg(target, value, mask=send, sem="release", scope="sys")
+        if op == "set":  # a store twice, by threads that hold the same lane, does no harm
+            device_call("tdx_publish_set", "i32", "i64,i32,i32", (target, value, send))
         else:
             tl.atomic_add(target, value, mask=send, sem="release", scope="sys")
     else:
@@ -118,6 +127,68 @@ def peek_ll_pair(ptr, active):
         is_pure=False,
         pack=1,
     )
+
+
+_SPINS = 1024  # polls in registers before the deadline and the fault word are looked at
+
+
+@intrinsic
+def spin_ll(base, stride, flag, active, ranks, words, _semantic=None):
+    """Poll the words of several ranks at once, up to a limit: all loads of a poll are in flight
+    together. Returns `ranks * words` int64 values and 1 if one is still missing.
+
+    Rank p's words are at base + p * stride bytes; only ranks whose bit is set in `active` are
+    loaded, the others give 0.
+    """
+    ranks, words = unwrap(ranks), unwrap(words)
+    count = ranks * words
+    inputs = [f"${count + 1 + i}" for i in range(4)]
+    operands = [_semantic.to_tensor(unwrap(x)) for x in (base, stride, flag, active)]
+    kinds = (core.int64, core.int64, core.int32, core.int32)
+    operands = [
+        x if x.dtype == kind else core.cast(x, kind, _semantic=_semantic)
+        for x, kind in zip(operands, kinds, strict=True)
+    ]
+    return core.inline_asm_elementwise(
+        _spin_text(ranks, words, inputs),
+        ",".join(["=&l"] * count + ["=&r"] + ["l", "l", "r", "r"]),
+        operands,
+        dtype=(core.int64,) * count + (core.int32,),
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+def _spin_text(ranks: int, words: int, inputs: list[str]) -> str:
+    """PTX of spin_ll; labels are local to the braces."""
+    base, stride, flag, active = inputs
+    count = ranks * words
+    lines = [
+        "{ .reg .pred want<%d>, bad, miss, more; .reg .b64 at<%d>; .reg .b32 bit, high, polls;"
+        % (ranks, ranks),
+        "mov.u32 polls, 0;",
+        f"mov.b64 at0, {base};",
+    ]
+    for p in range(ranks):
+        if p:
+            lines.append(f"add.s64 at{p}, at{p - 1}, {stride};")
+        lines.append(f"and.b32 bit, {active}, {1 << p}; setp.ne.u32 want{p}, bit, 0;")
+    lines += [f"mov.u64 ${i}, 0;" for i in range(count)]
+    lines.append("POLL: setp.ne.u32 miss, 0, 0;")
+    width = "v2.b64" if words == 2 else "b64"
+    for p in range(ranks):
+        into = f"{{${2 * p}, ${2 * p + 1}}}" if words == 2 else f"${p}"
+        lines.append(f"@want{p} ld.relaxed.sys.global.{width} {into}, [at{p}];")
+    for i in range(count):
+        lines.append(f"mov.b64 {{bit, high}}, ${i}; setp.ne.u32 bad, high, {flag};")
+        lines.append(f"and.pred bad, bad, want{i // words}; or.pred miss, miss, bad;")
+    lines += [
+        f"add.u32 polls, polls, 1; setp.lt.u32 more, polls, {_SPINS};",
+        "and.pred more, more, miss; @more bra POLL;",
+        f"selp.u32 ${count}, 1, 0, miss; }}",
+    ]
+    return "\n".join(lines)
 
 
 @triton.jit

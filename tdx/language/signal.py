@@ -32,7 +32,7 @@ from tdx.language._intrinsic import (
     is_host,
     is_nvidia,
 )
-from tdx.language.address import symm_at, team_index
+from tdx.language.address import rank, symm_at, team_index
 
 _GE = tl.constexpr("ge")  # Triton 3.6 takes no plain str as a default
 _SET = tl.constexpr("set")
@@ -234,6 +234,68 @@ def load_ll(
     value = data.to(dtype, bitcast=True)
     ok = _all_lanes(lanes) if uniform else lanes
     return value, ok
+
+
+@triton.jit
+def load_ll_all(ptr, stride, flag, world, ranks: tl.constexpr, mask=True, dtype: tl.constexpr = tl.int32):
+    """`load_ll` of the words that every other rank stored, all in flight at once.
+
+    Parameters
+    ----------
+    ptr : block of pointers to int64
+        Where rank 0's words are; a value of 8 bytes takes two, of which the first is 16-byte
+        aligned.
+    stride : int or scalar
+        Words from one rank's slot to the next one's, even.
+    flag, world, dtype
+        As for load_ll.
+    ranks : constexpr int
+        Ranks of `world`, at most 16.
+    mask : bool, scalar or block
+        Lanes without it neither load nor wait.
+
+    Returns `(values, ok)`: a tuple of `ranks` blocks, whose own rank's entry is 0, and int1 per
+    lane, not the same in every thread: use it as a mask. Ordering, deadline, fault: as load_ll.
+    """
+    width: tl.constexpr = bits(dtype)
+    tl.static_assert(width == 32 or width == 64, "load_ll_all takes a dtype of 4 or 8 bytes")
+    me = rank(world)
+    values = ()
+    if is_nvidia():
+        count: tl.constexpr = width // 32
+        tag = _int32(flag)
+        team = team_index(world)
+        bits_ = tl.where(as_tensor(mask).to(tl.int1), ((1 << ranks) - 1) & ~(1 << me), 0)
+        at = ptr.to(tl.int64)
+        found = nvidia.spin_ll(at, stride * 8, tag, bits_, ranks, count)
+        missing = found[ranks * count]
+        settled = device_call(
+            "tdx_settle_all",
+            "i32",
+            "i32,i64,i64,i32,i32,i32,i32,i64,i32,i32",
+            (missing, at, stride * 8, count, tag, bits_, ranks, world.control, team,
+             program_index()),
+        )  # fmt: skip
+        again = nvidia.spin_ll(at, stride * 8, tag, tl.where(missing != 0, bits_, 0), ranks, count)
+        for p in tl.static_range(ranks):
+            low = tl.where(missing != 0, again[p * count], found[p * count])
+            if count == 1:
+                value = low.to(tl.int32)
+            else:
+                high = tl.where(missing != 0, again[p * count + 1], found[p * count + 1])
+                value = _low(low) | (high << 32)
+            values = values + (value.to(dtype, bitcast=True),)
+        ok = settled != 0
+    else:
+        ok = as_tensor(mask).to(tl.int1)
+        for p in tl.static_range(ranks):
+            value, there = load_ll(
+                ptr + p * stride, flag, world, as_tensor(mask).to(tl.int1) & (me != p), p, dtype,
+                False,
+            )  # fmt: skip
+            values = values + (value,)
+            ok = ok & there
+    return values, ok
 
 
 @triton.jit

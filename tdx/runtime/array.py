@@ -134,19 +134,16 @@ class Array:
         """A view by integers, slices, `...` and None, as NumPy's basic indexing."""
         # NumPy computes the view on a stand-in that is never read
         carrier = _stand_in(self.shape, self.strides, self.itemsize)
-        for part in index if isinstance(index, tuple) else (index,):
-            whole = hasattr(part, "__index__") and not isinstance(part, (bool, np.bool_))
-            if not (whole or part is None or part is Ellipsis or isinstance(part, slice)):
+        parts = index if isinstance(index, tuple) else (index,)
+        for part in parts:
+            if not (part is None or part is Ellipsis or isinstance(part, slice) or _is_int(part)):
                 raise InvalidArgument(
                     f"index {part!r}: arrays take integers, slices, ... and None; "
                     "copy with .numpy() for anything else"
                 )
-        view = carrier[index if isinstance(index, tuple) else (index,)]
-        view = view if isinstance(view, np.ndarray) else None
-        if view is None:  # all axes indexed: NumPy gave a scalar
-            view = carrier[(*(index if isinstance(index, tuple) else (index,)), None)][0:1]
-            offset = _address_of(view) - _address_of(carrier)
-            return self._view(self._address + offset, (), (), self.dtype)
+        if not any(part is Ellipsis for part in parts):
+            parts = (*parts, Ellipsis)  # else NumPy would read an element when all axes are given
+        view = carrier[parts]
         offset = _address_of(view) - _address_of(carrier) if view.size else 0
         return self._view(self._address + offset, view.shape, view.strides, self.dtype)
 
@@ -199,14 +196,14 @@ class Array:
         world = self.world
         stream = self._block.stream or world.stream.handle
         low, nbytes = _span(self.shape, self.strides, self.itemsize)
-        if nbytes == 0:
-            return np.empty(self.shape, self.dtype)
-        staging = np.empty(nbytes, np.uint8)
+        contiguous = self.is_contiguous
+        staging = np.empty(self.shape, self.dtype) if contiguous else np.empty(nbytes, np.uint8)
         with world.surfacing():
             world.driver.copy_out(staging.ctypes.data, self._address + low, nbytes, stream)
         world.check()
-        view = np.ndarray(self.shape, self.dtype, staging, -low, self.strides)
-        return view if self.is_contiguous else view.copy()
+        if contiguous:
+            return staging
+        return np.ndarray(self.shape, self.dtype, staging, -low, self.strides).copy()
 
     def copy_from(self, source: Any) -> Array:
         """Fill the array from a NumPy array, a tdx array or any DLPack producer.
@@ -309,6 +306,16 @@ class Array:
 
     def __bool__(self) -> bool:
         raise Unsupported("the truth of an array is not defined; use x.size or x.numpy()")
+
+
+def _is_int(value: Any) -> bool:
+    if isinstance(value, (bool, np.bool_)):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _stand_in(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Any:

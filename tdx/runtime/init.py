@@ -112,10 +112,11 @@ def _bring_up(
     driver.set_timeout(timeout_s)
     driver.install()
     undo.add(driver.uninstall)
-    world = World(topology, channel, driver, heap_bytes, memory, timeout_s, undo)
+    world = channel.together(
+        lambda: World(topology, channel, driver, heap_bytes, memory, timeout_s, undo), "tdx.init"
+    )
     world.faults.abort = on_peer_failure == "abort"
     world.own(undo)
-    channel.barrier("tdx.init")
     return world
 
 

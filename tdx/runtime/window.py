@@ -40,8 +40,17 @@ class Window:
         self.rank = rank
         self.size = size
         self.stride = driver.default_stride()
-        self.base = driver.addr_reserve(self.stride * size)
+        self.base = 0
         self._mappings: list[tuple[int, int]] = []  # (offset, bytes), mapped for all ranks
+
+        def reserve() -> None:
+            self.base = driver.addr_reserve(self.stride * size)
+
+        try:
+            channel.together(reserve, "reserving addresses for the heaps")
+        except BaseException:
+            self.close()
+            raise
 
     def address(self, rank: int, offset: int = 0) -> int:
         """Where byte `offset` of rank `rank`'s heap is mapped here."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -258,6 +258,7 @@ class World(Group):
 
     def new_stream(self, priority: int = 0) -> Stream:
         """A stream of this world's device; a lower number is a higher priority."""
+        self._check_open()
         stream = Stream(self.driver, priority, self.check)
         self._streams.append(stream)
         return stream
@@ -395,7 +396,7 @@ class World(Group):
 
 
 def _check_shape(shape: Any) -> tuple[int, ...]:
-    extents = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+    extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     for n in extents:
         if isinstance(n, (bool, np.bool_)) or not isinstance(n, (int, np.integer)) or n < 0:
             raise InvalidArgument(f"shape {shape!r}: extents must be ints >= 0")

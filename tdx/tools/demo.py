@@ -12,10 +12,12 @@ Exit code: 0 when the result is right, 1 when it is not, 2 for a wrong call or a
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
+import subprocess
+import sys
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +38,12 @@ _SIZES = {  # tokens, hidden, intermediate: Llama's proportions
     "host": (256, 256, 896),
     "gpu": (8192, 4096, 14336),
 }
+_OPEN_GPU = """
+import sys
+from tdx.runtime.driver.cuda import CudaDriver
+ranks = int(sys.argv[1])
+CudaDriver(ranks - 1, ranks).close()
+"""
 
 
 @dataclass(frozen=True)
@@ -97,40 +105,47 @@ def _place(backend: str | None, ranks: int | None) -> tuple[str, int]:
         raise InvalidArgument(f"-n {ranks}: the number of ranks must be in 1..{MAX_RANKS}")
     if backend is not None or config.backend:
         backend = choose(backend)
-    else:
-        problem = _gpu_problem()
-        backend = "host" if problem else "cuda"
-        if problem:
-            print(f"{problem}\nRunning on the host tier: one CPU process for each rank.")
-    if backend == "host":
-        return backend, ranks or _HOST_RANKS
-    gpus = nvidia_gpus() if backend == "cuda" else amd_gpus()
-    if ranks is not None and ranks > gpus:
+        return backend, ranks or (_HOST_RANKS if backend == "host" else _usable_gpus(None)[0] or 1)
+    usable, problem = _usable_gpus(ranks)
+    if usable < min(2, ranks or 2):
+        print(f"{problem}\nRunning on the host tier: one CPU process for each rank.")
+        return "host", ranks or _HOST_RANKS
+    if ranks is not None and ranks > usable:
         raise InvalidArgument(
-            f"-n {ranks}: this machine has {gpus} GPU(s), one for each rank; pass -n {gpus} or "
-            "--backend host"
+            f"-n {ranks}: tdx can use {usable} GPUs here, one for each rank; pass -n {usable} or "
+            f"--backend host ({problem})"
         )
-    return backend, ranks or min(_MOST_GPU_RANKS, gpus)
+    return "cuda", ranks or usable
 
 
-def _gpu_problem() -> str:
-    """Why the demo cannot use GPUs, with what to do; empty when it can."""
+def _usable_gpus(ranks: int | None) -> tuple[int, str]:
+    """How many GPUs tdx can use, up to `ranks`; and why not more, with what to do."""
     nvidia, amd = nvidia_gpus(), amd_gpus()
-    if nvidia == 0 and amd == 0:
-        return "No GPU was found; the demo uses GPUs where two or more can be seen."
-    if nvidia < 2 and amd < 2:
-        return "One GPU was found, the demo needs two or more: let it see more of them."
-    try:
-        choose("cuda" if nvidia >= 2 else "hip")
-    except TdxError as error:
-        return f"{max(nvidia, amd)} GPUs were found, but tdx cannot use them: {error}"
-    if nvidia < 2 or importlib.util.find_spec("cuda") is None:
-        extra = "cuda13" if nvidia >= 2 else "hip"
-        return (
-            f"{max(nvidia, amd)} GPUs were found, but no Python binding of their driver: "
-            f'pip install "tdx-kernels[{extra}]"'
-        )
-    return ""
+    if nvidia == 0 and amd:
+        try:
+            choose("hip")
+        except TdxError as error:
+            return 0, str(error)
+    if nvidia == 0:
+        return 0, "No NVIDIA GPU was found; the demo uses GPUs where it finds two or more."
+    problem = f"The demo needs two GPUs or more, {nvidia} was found: let it see more of them."
+    for number in range(min(nvidia, ranks or _MOST_GPU_RANKS), 0, -1):
+        trouble = _trouble_with_gpu(number)
+        if not trouble:
+            return number, problem
+        problem = f"{nvidia} NVIDIA GPU(s) found, but tdx cannot use {number}: {trouble}"
+    return 0, problem
+
+
+def _trouble_with_gpu(number: int) -> str:
+    """What goes wrong when a process of its own opens the last of `number` GPUs; empty if nothing.
+
+    Not in this process, which must not keep a GPU's context while the ranks run.
+    """
+    words = [sys.executable, "-c", _OPEN_GPU, str(number)]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
 
 
 def _settings(args: argparse.Namespace, backend: str, ranks: int) -> Settings:
@@ -141,15 +156,16 @@ def _settings(args: argparse.Namespace, backend: str, ranks: int) -> Settings:
                 "--tokens, --hidden and --intermediate come from the --input file"
             )
         x, w_gate, _, _ = load(args.input)
-        sizes = (*x.shape, w_gate.shape[1])
+        (tokens, hidden), intermediate = x.shape, w_gate.shape[1]
     else:
-        sizes = _sizes(given, "host" if backend == "host" else "gpu", ranks)
-    _check_divisible(sizes[0], "tokens", ranks)
-    _check_divisible(sizes[2], "intermediate", ranks)
+        tokens, hidden, intermediate = _sizes(given, "host" if backend == "host" else "gpu", ranks)
+    _check_divisible(tokens, intermediate, ranks)
     if args.seed < 0:
         raise InvalidArgument(f"--seed {args.seed}: must be 0 or more")
     return Settings(
-        *sizes,
+        tokens,
+        hidden,
+        intermediate,
         dtype="float32" if backend == "host" else "bfloat16",
         seed=args.seed,
         input=os.path.abspath(args.input) if args.input else "",
@@ -160,7 +176,8 @@ def _settings(args: argparse.Namespace, backend: str, ranks: int) -> Settings:
 def _sizes(given: tuple[int | None, ...], kind: str, ranks: int) -> tuple[int, int, int]:
     """Sizes as given, else the default, rounded up where the ranks must divide it."""
     sizes = []
-    for name, size, default in zip(("tokens", "hidden", "intermediate"), given, _SIZES[kind]):
+    names = ("tokens", "hidden", "intermediate")
+    for name, size, default in zip(names, given, _SIZES[kind], strict=True):
         if size is not None and size < 1:
             raise InvalidArgument(f"--{name} {size}: must be 1 or more")
         if size is None:
@@ -169,12 +186,12 @@ def _sizes(given: tuple[int | None, ...], kind: str, ranks: int) -> tuple[int, i
     return sizes[0], sizes[1], sizes[2]
 
 
-def _check_divisible(size: int, name: str, ranks: int) -> None:
-    if size % ranks:
-        fitting = max(n for n in range(1, ranks + 1) if size % n == 0)
+def _check_divisible(tokens: int, intermediate: int, ranks: int) -> None:
+    fitting = max(n for n in range(1, ranks + 1) if tokens % n == intermediate % n == 0)
+    if fitting < ranks:
         raise InvalidArgument(
-            f"{name}={size} is no multiple of the {ranks} ranks; pass -n {fitting}, or "
-            f"{name} that {ranks} divides"
+            f"{ranks} ranks must divide tokens={tokens} and intermediate={intermediate}; pass "
+            f"-n {fitting}, or sizes that are multiples of {ranks}"
         )
 
 
@@ -191,15 +208,15 @@ def load(path: str) -> tuple[np.ndarray[Any, Any], ...]:
     Raises InvalidArgument when the file or a shape, dtype or value in it is not usable.
     """
     try:
+        if os.path.isfile(path) and not zipfile.is_zipfile(path):
+            raise ValueError("it is not an NPZ file")
         with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("it is not an NPZ file")
             missing = [name for name in ARRAYS if name not in file]
             if missing:
                 found = ", ".join(file.files) or "nothing"
                 raise ValueError(f"it lacks {', '.join(missing)}; it holds {found}")
             arrays = tuple(file[name] for name in ARRAYS)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise InvalidArgument(
             f"--input {path}: {error}. Expected an NPZ file with {', '.join(ARRAYS)}, as "
             "numpy.savez writes it"
@@ -210,8 +227,10 @@ def load(path: str) -> tuple[np.ndarray[Any, Any], ...]:
                 f"--input {path}: {name} must be a floating-point matrix, got shape {array.shape}, "
                 f"dtype {array.dtype}"
             )
-        if not np.isfinite(array).all():
-            raise InvalidArgument(f"--input {path}: {name} holds values that are not finite")
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(array.astype(np.float32)).all()
+        if not finite:
+            raise InvalidArgument(f"--input {path}: {name} holds values not finite in float32")
     _check_shapes(path, arrays)
     return arrays
 

@@ -225,8 +225,8 @@ def test_an_error_names_the_line_and_the_device_goes_on(world):
     x = world.array(np.zeros(8, np.float32))
     _wrong_shapes[(2,)](x)
     _add[(1,)](x, 8, 1.0, BLOCK=8)  # dropped with the rest of the queue
-    expected = r"kernel _wrong_shapes, program \(0, 0, 0\).*test_host_device.py:\d+: .*the wrong line"
-    with pytest.raises(DriverError, match=expected):
+    place = r"kernel _wrong_shapes, program \(0, 0, 0\).*test_host_device.py:\d+: .*the wrong line"
+    with pytest.raises(DriverError, match=place):
         world.synchronize()
     _add[(1,)](x, 8, 1.0, BLOCK=8)
     assert (x.numpy() == 1).all()

@@ -351,3 +351,44 @@ store:
 done:
   ret i32 0
 }
+
+; The data-and-flag words of the %ranks ranks whose bit is set in %active: rank p's %words words
+; are at %base + p * %stride bytes. Waits for those that are missing. 1: all there; 0: gave up.
+define i32 @tdx_settle_all(i32 %missing, i64 %base, i64 %stride, i32 %words, i32 %flag,
+                           i32 %active, i32 %ranks, i64 %control, i32 %team,
+                           i32 %program) alwaysinline {
+entry:
+  %none = icmp eq i32 %missing, 0
+  br i1 %none, label %done, label %rank
+rank:
+  %p = phi i32 [ 0, %entry ], [ %p.next, %next ]
+  %shifted = lshr i32 %active, %p
+  %bit = and i32 %shifted, 1
+  %wanted = icmp ne i32 %bit, 0
+  br i1 %wanted, label %word, label %next
+word:
+  %k = phi i32 [ 0, %rank ], [ %k.next, %there ]
+  %p.wide = sext i32 %p to i64
+  %k.wide = sext i32 %k to i64
+  %distance = mul i64 %p.wide, %stride
+  %offset = shl i64 %k.wide, 3
+  %slot = add i64 %base, %distance
+  %address = add i64 %slot, %offset
+  %first = call i64 @tdx_peek(i64 %address, i32 1)
+  %settled = call i64 @tdx_settle(i64 %first, i64 %address, i32 %flag, i32 1, i64 %control,
+                                  i32 %team, i32 %p, i32 %program)
+  %status = lshr i64 %settled, 32
+  %ok = icmp ne i64 %status, 0
+  br i1 %ok, label %there, label %done
+there:
+  %k.next = add i32 %k, 1
+  %more.words = icmp slt i32 %k.next, %words
+  br i1 %more.words, label %word, label %next
+next:
+  %p.next = add i32 %p, 1
+  %more = icmp slt i32 %p.next, %ranks
+  br i1 %more, label %rank, label %done
+done:
+  %result = phi i32 [ 1, %entry ], [ 0, %word ], [ 1, %next ]
+  ret i32 %result
+}

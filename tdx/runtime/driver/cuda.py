@@ -406,7 +406,8 @@ class CudaDriver:
         PyTorch's stream unless the caller chose one with `world.on`.
         """
         stream = self.current_stream()
-        torch = sys.modules.get("torch") if stream == self._default_stream else None
+        plain = stream == self._default_stream and not self._captures
+        torch = sys.modules.get("torch") if plain else None
         if torch is not None and torch.cuda.is_initialized():
             return int(torch._C._cuda_getCurrentRawStream(self.info.index))
         return stream

@@ -12,7 +12,7 @@ import triton.language as tl
 import tdx
 import tdx.language as tdl
 from tdx.runtime.errors import InvalidArgument
-from tests.helpers.cases import isolated, worlds
+from tests.helpers.cases import worlds
 from tests.helpers.reference import assert_same_bits, poisoned, values
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool", "complex64", "uint16"]
@@ -87,18 +87,6 @@ def case_graph_replays_changing_inputs(world):
         x.copy_from(values(world.rank, (5, 7), "bfloat16", turn))
         graph.replay()
         assert_same_bits(out.numpy(), gathered(world, (5, 7), "bfloat16", turn), turn)
-
-
-@isolated
-@worlds(3, 5)
-def case_teams(comm, backend):
-    for ranks in [tuple(range(world.size))[::-1], (2, 0)]:
-        team = world.team(ranks)
-        if team is not None:
-            x = world.array(values(world.rank, (3, 5), "float32"), symmetric=False)
-            wanted = gathered(world, (3, 5), "float32", ranks=ranks)
-            assert_same_bits(tdx.all_gather(x, team=team).numpy(), wanted, ranks)
-    world.barrier()
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import pytest
 import tdx
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.kernels.all_reduce import Config
-from tests.helpers.cases import isolated, limit, worlds
+from tests.helpers.cases import limit, worlds
 from tests.helpers.reference import assert_same_bits, poisoned, reduced, values
 
 FLOATS = ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2"]
@@ -206,27 +206,6 @@ def case_two_streams(world):
         plans[0](xs[0], out=outs[i], stream=streams[i % 2])
     for i in range(20):
         assert_same_bits(outs[i].numpy(), reduced(given[0]), i)
-
-
-@isolated
-@worlds(3, 5)
-def case_teams(comm, backend):
-    """Subsets in permuted order reduce in team order, at the same time as others do."""
-    size = world.size
-    groups = [tuple(range(size))[::-1], (2, 0), (1,)]
-    teams = [world.team(ranks) for ranks in groups]
-    shape = 777
-    for algorithm in algorithms("float32"):
-        for ranks, team in zip(groups, teams, strict=True):
-            given = [values(rank, shape, "float32") for rank in ranks]
-            if team is None:
-                assert world.rank not in ranks
-                continue
-            assert team.ranks[team.rank] == world.rank
-            x = world.array(values(world.rank, shape, "float32"), symmetric=False)
-            result = tdx.all_reduce(x, algorithm=algorithm, team=team)
-            assert_same_bits(result.numpy(), reduced(given), (ranks, algorithm))
-    world.barrier()
 
 
 @worlds(2)

@@ -46,7 +46,7 @@ def case_waits_for_the_late_rank(world):
 
 
 @worlds(3)
-def case_graph_and_team(world):
+def case_graph(world):
     plan = tdx.Barrier(world)
     with tdx.graph(world) as graph:
         plan()
@@ -55,12 +55,7 @@ def case_graph_and_team(world):
         graph.replay()
         plan()
     world.synchronize()
-    team = world.team((2, 0))
-    if team is not None:
-        for _ in range(10):
-            tdx.barrier(team=team)
-        world.synchronize()
-    world.barrier()
+    world.synchronize()
 
 
 @worlds(2)

@@ -1,7 +1,8 @@
-"""tdx.init and close: what it gives, how often, how fast, and what every rank hears when it fails."""
+"""tdx.init and close: how often, how fast, and what every rank hears when it fails."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -78,46 +79,43 @@ def case_a_second_world_is_refused(comm, backend):
 
 @isolated
 @worlds(2, 3)
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("heap_bytes", (1 << 20, 1 << 21)),
-        ("timeout_s", (30.0, 20.0)),
-        ("on_peer_failure", ("raise", "abort")),
-    ],
-)
-def case_ranks_that_disagree(comm, backend, name, values):
+def case_ranks_that_disagree(comm, backend):
     before = resources()
-    mine = values[comm.Get_rank() == 1]
-    with pytest.raises(InvalidArgument, match=rf"different values:[^$]*rank 1: .*{name}={values[1]}"):
-        tdx.init(comm, backend=backend, **{name: mine})
-    assert resources() == before
+    for name, mine, other in [
+        ("heap_bytes", 1 << 20, 1 << 21),
+        ("timeout_s", 30.0, 20.0),
+        ("on_peer_failure", "raise", "abort"),
+    ]:
+        table = rf"different values:[^$]*rank 1: .*{name}={other}"
+        with pytest.raises(InvalidArgument, match=table):
+            tdx.init(comm, backend=backend, **{name: other if comm.Get_rank() == 1 else mine})
+        assert resources() == before
     tdx.init(comm, backend=backend).close()
+
+
+BAD_VALUES = [
+    ("backend", "cpu", InvalidArgument, "'cpu' is not one of cuda, hip, host"),
+    ("backend", "hip", Unsupported, "use backend='host'"),
+    ("heap_bytes", -1, InvalidArgument, "256 bytes"),
+    ("heap_bytes", 1e9, InvalidArgument, "got 1000000000.0"),
+    ("timeout_s", -1, InvalidArgument, "got -1"),
+    ("timeout_s", float("nan"), InvalidArgument, "got nan"),
+    ("timeout_s", "10", InvalidArgument, "got '10'"),
+    ("timeout_s", 1e10, InvalidArgument, "0: no deadline"),
+    ("on_peer_failure", "ignore", InvalidArgument, "'ignore' is not one of"),
+]
 
 
 @isolated
 @worlds(1, 2)
-@pytest.mark.parametrize(
-    ("name", "value", "error", "text"),
-    [
-        ("backend", "cpu", InvalidArgument, "'cpu' is not one of cuda, hip, host"),
-        ("backend", "hip", Unsupported, "use backend='host'"),
-        ("heap_bytes", -1, InvalidArgument, "256 bytes"),
-        ("heap_bytes", 1e9, InvalidArgument, "got 1000000000.0"),
-        ("timeout_s", -1, InvalidArgument, "got -1"),
-        ("timeout_s", float("nan"), InvalidArgument, "got nan"),
-        ("timeout_s", "10", InvalidArgument, "got '10'"),
-        ("timeout_s", 1e10, InvalidArgument, "0: no deadline"),
-        ("on_peer_failure", "ignore", InvalidArgument, "'ignore' is not one of"),
-    ],
-)
-def case_bad_values(comm, backend, name, value, error, text):
-    """On rank 1 only, if there is one: rank 0 hears of it."""
+def case_bad_values(comm, backend):
+    """On the last rank only: the others hear of it."""
     before = resources()
     last = comm.Get_rank() == comm.Get_size() - 1
-    with pytest.raises(error, match=text):
-        tdx.init(comm, **({"backend": backend} | ({name: value} if last else {})))
-    assert resources() == before
+    for name, value, error, text in BAD_VALUES:
+        with pytest.raises(error, match=text):
+            tdx.init(comm, **({"backend": backend} | ({name: value} if last else {})))
+        assert resources() == before
     tdx.init(comm, backend=backend).close()
 
 
@@ -127,7 +125,7 @@ def case_cuda_without_a_gpu(comm):
     from tdx.runtime.backends import nvidia_gpus
 
     if nvidia_gpus() == 0:
-        with pytest.raises((DriverError, Unsupported), match="cuda.*backend='host'"):
+        with pytest.raises((DriverError, Unsupported), match=r"cuda.*backend='host'"):
             tdx.init(comm, backend="cuda")
 
 
@@ -157,35 +155,43 @@ def case_several_hosts(backend):
 
 
 @isolated
-@worlds(2, 3)
-@limit(30)
-@pytest.mark.parametrize("call", [1, 2, 4])
-@pytest.mark.parametrize("verb", ["mem_create", "mem_export", "mem_import", "mem_map"])
-def case_a_failing_verb_undoes_everything(comm, backend, verb, call):
-    """The call-th use of the verb fails on the last rank: all ranks raise, nothing stays."""
+@worlds(1, 3)
+def case_a_failing_verb_undoes_everything(comm, backend):
+    """The n-th use of a verb fails on the last rank: all ranks raise, nothing stays."""
     if backend != "host":
         return
     tdx.init(comm, backend=backend).close()
     before = resources()
+    size = comm.Get_size()
+    for verb, uses in [
+        ("mem_create", 2), ("mem_export", 2), ("mem_import", 2 * size), ("mem_map", 2 * size),
+        ("stream_create", 1), ("alloc", 2), ("addr_reserve", 1),
+    ]:  # fmt: skip
+        for number in range(1, uses + 1):
+            with (
+                _failing(verb, number if comm.Get_rank() == size - 1 else 0),
+                pytest.raises(HeapExhausted, match=f"injected into {verb}"),
+            ):
+                tdx.init(comm, backend=backend, timeout_s=5)
+            assert resources() == before
+    with tdx.init(comm, backend=backend) as world:
+        world.barrier()
+
+
+@contextlib.contextmanager
+def _failing(verb, number):
+    """The number-th use of a driver's verb raises HeapExhausted; 0: none does."""
     original, calls = getattr(HostDriver, verb), []
 
     def failing(self, *args):
         calls.append(args)
-        if len(calls) == call and comm.Get_rank() == comm.Get_size() - 1:
+        if len(calls) == number:
             raise HeapExhausted(f"injected into {verb}")
         return original(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostDriver, verb, failing)
-        uses = 2 if verb in ("mem_create", "mem_export") else 2 * comm.Get_size()
-        if call <= uses:
-            with pytest.raises(HeapExhausted, match=f"injected into {verb}"):
-                tdx.init(comm, backend=backend)
-        else:
-            tdx.init(comm, backend=backend).close()
-    assert resources() == before
-    with tdx.init(comm, backend=backend) as world:
-        world.barrier()
+        yield
 
 
 @isolated
@@ -219,15 +225,14 @@ def case_exports_outlive_the_world(comm, backend):
     views = [np.asarray(x), np.from_dlpack(x), np.asarray(local)]
     with pytest.warns(ResourceWarning, match="3 exported"):
         world.close()
-    for view in views[:2]:
-        view += 1
-        assert (view == world.rank + 1).all()
+    views[0][:] += 1
+    assert (views[1] == world.rank + 1).all()
     assert (views[2] == np.arange(4)).all()
     mapped = resources()[2]
     with tdx.init(comm, backend=backend) as second:
         second.barrier()
     assert (views[0] == world.rank + 1).all()
-    del view, views
+    views.clear()
     gc.collect()
     assert resources()[2] < mapped
     with pytest.raises(Closed, match="world is closed"):
@@ -245,9 +250,8 @@ def case_close_has_a_deadline(comm, backend):
         assert world.closed
         comm.barrier()
     else:
-        comm.barrier()  # late
-        with pytest.raises(tdx.errors.PeerLost):
-            world.close()
+        comm.barrier()  # late: rank 0 has come and gone
+        world.close()
     tdx.init(comm, backend=backend).close()
 
 
@@ -255,9 +259,7 @@ def case_close_has_a_deadline(comm, backend):
 @worlds(2)
 def case_different_calls_are_named(comm, backend):
     with tdx.init(comm, backend=backend, timeout_s=5) as world:
-        with pytest.raises(CollectiveMismatch, match="barrier"):
-            if world.rank == 0:
-                world.barrier()
-            else:
-                world.team([0, 1])
+        call = world.barrier if world.rank == 0 else lambda: world.team([0, 1])
+        with pytest.raises(CollectiveMismatch, match=r"rank 0: barrier; rank 1: team\(\[0, 1\]\)"):
+            call()
         world.barrier()

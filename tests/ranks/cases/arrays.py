@@ -1,0 +1,189 @@
+"""Arrays: making, viewing, copying, exporting them, and reading a peer's."""
+
+from __future__ import annotations
+
+import gc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import tdx
+from tests.helpers.cases import worlds
+
+DTYPES = (
+    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+    "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+
+
+@pytest.mark.smoke
+@worlds(1, 2)
+def case_every_dtype_comes_back(world):
+    for name in DTYPES:
+        data = (np.arange(24).reshape(2, 3, 4) % 3).astype(ml_dtypes.bfloat16).astype(name)
+        for symmetric in (True, False):
+            x = world.array(data, symmetric=symmetric)
+            assert (x.dtype, x.shape, x.symmetric) == (data.dtype, data.shape, symmetric)
+            assert (x.ndim, x.size, x.itemsize, x.nbytes) == (
+                3, 24, data.itemsize, data.nbytes,
+            )  # fmt: skip
+            assert (x.strides, len(x)) == (data.strides, 2)
+            found = x.numpy()
+            assert found.dtype == data.dtype
+            assert found.tobytes() == data.tobytes()
+
+
+@worlds(2, 3)
+def case_peers_see_each_other(world):
+    x = world.array(np.full((3, 5), world.rank, np.int32))
+    world.barrier()
+    for rank in range(world.size):
+        view = x.peer(rank)
+        assert (view.owner_rank, view.shape) == (rank, x.shape)
+        assert (view.numpy() == rank).all()
+        assert (view[1:, ::2].peer(world.rank).numpy() == world.rank).all()
+    world.barrier()
+    x.peer((world.rank + 1) % world.size)[0].copy_from(np.full(5, 10 + world.rank, np.int32))
+    world.barrier()
+    left = (world.rank - 1) % world.size
+    assert (x.numpy()[0] == 10 + left).all()
+    assert (x.numpy()[1:] == world.rank).all()
+    world.barrier()
+
+
+INDICES = [
+    0, -1, slice(None), slice(1, None), slice(None, None, -1), slice(4, 1, -2), ..., None,
+    (0, 1), (0, 1, 2), (..., 2), (slice(None), 1), (None, 0, ..., None), (0, slice(2, 2)),
+    (slice(None, None, 2), slice(1, None), slice(None, None, -1)), (-1, -1, -1), (0, 1, 2, None),
+    (np.int64(1), slice(0, 1)), (),
+]  # fmt: skip
+
+
+@worlds(1)
+def case_indexing_is_numpys(world):
+    data = np.arange(3 * 4 * 5, dtype=np.float32).reshape(3, 4, 5)
+    x = world.array(data)
+    for index in INDICES:
+        wanted = data[index]
+        view = x[index]
+        assert view.shape == np.shape(wanted), index
+        assert (view.numpy() == wanted).all(), index
+        if np.size(wanted):
+            view[...] = np.ones(view.shape, np.float32)
+            data[index] = 1
+            assert (x.numpy() == data).all(), index
+            fresh = np.arange(data.size, dtype=np.float32).reshape(data.shape)
+            data[...] = fresh
+            x[...] = fresh
+    assert (x.T.numpy() == data.T).all()
+    assert (x.T[1:].numpy() == data.T[1:]).all()
+    assert [int(row.numpy()) for row in world.array(np.arange(3))] == [0, 1, 2]
+
+
+@worlds(1)
+def case_reshape_and_view(world):
+    data = np.arange(24, dtype=np.float32)
+    x = world.array(data)
+    assert (x.reshape(2, -1, 3).numpy() == data.reshape(2, 4, 3)).all()
+    assert x.reshape((24, 1)).shape == (24, 1)
+    assert x.reshape([4, 6]).strides == (24, 4)
+    assert world.empty((0, 4), "int8").reshape(4, 0).shape == (4, 0)
+    assert (x.view("int32").numpy() == data.view(np.int32)).all()
+    assert (x.view("uint8").numpy() == data.view(np.uint8)).all()
+    assert (x.reshape(6, 4).view("float64").numpy() == data.reshape(6, 4).view(np.float64)).all()
+    assert x.view("bfloat16").shape == (48,)
+    assert x.stride() == (1,)
+    assert x.reshape(4, 6)[:, ::2].stride() == (6, 2)
+
+
+@worlds(1)
+def case_copies_between_layouts(world):
+    data = np.arange(4 * 6 * 5, dtype=np.int16).reshape(4, 6, 5)
+    target = world.zeros((4, 6, 5), "int16")
+    sources = [
+        data, np.asfortranarray(data), data[::-1, :, ::-1], data.transpose(0, 2, 1).copy().transpose(0, 2, 1),
+        world.array(data), world.array(data, symmetric=False), world.array(data.T.copy()).T,
+        np.broadcast_to(data[:1], data.shape),
+    ]  # fmt: skip
+    for source in sources:
+        target[...] = np.zeros_like(data)
+        assert target.copy_from(source) is target
+        right = source.numpy() if isinstance(source, tdx.Array) else source
+        assert (target.numpy() == right).all()
+        target.T.copy_from(source.T)
+        assert (target.numpy() == right).all()
+    wide = world.zeros((8, 6, 10), "int16")
+    wide[::2, :, 1::2].copy_from(data)
+    assert (wide.numpy()[::2, :, 1::2] == data).all()
+    assert wide.numpy().sum() == data.sum()
+    readonly = data.copy()
+    readonly.setflags(write=False)
+    assert (target.copy_from(readonly).numpy() == data).all()
+    source = data.copy()
+    target.copy_from(source)
+    source[:] = 0  # the call has taken what it needs
+    assert (target.numpy() == data).all()
+    assert world.array([1, 2, 3]).dtype == np.int64
+    scalar = world.zeros((), "float32").copy_from(2.5)
+    assert (scalar.shape, float(scalar.numpy())) == ((), 2.5)
+
+
+@worlds(1, 2)
+def case_exports_share_the_memory(world, backend):
+    if backend != "host":
+        return
+    x = world.array(np.arange(6, dtype=np.float32).reshape(2, 3))
+    for view in (np.from_dlpack(x), np.asarray(x)):
+        view[0, 0] = 7
+        assert x.numpy()[0, 0] == 7
+        x[0, 0] = np.float32(0)
+        assert view[0, 0] == 0
+    assert np.asarray(x, dtype=np.int32).dtype == np.int32
+    assert np.array(x).base is None
+    with pytest.raises(ValueError, match="copied"):
+        np.asarray(x, dtype=np.int32, copy=False)
+    assert not hasattr(x, "__cuda_array_interface__")
+    assert (np.asarray(world.zeros(3, "bfloat16")) == 0).all()
+    again = world.array(np.from_dlpack(x[:, 1]))
+    assert again.numpy().tolist() == [1, 4]
+
+
+@worlds(1)
+def case_memory_lives_as_long_as_an_export(world, backend):
+    if backend != "host":
+        return
+    for symmetric in (True, False):
+        x = world.array(np.arange(4, dtype=np.int32), symmetric=symmetric)
+        view = np.asarray(x)[1:]
+        with pytest.raises(tdx.errors.InvalidArgument, match="exported to 1 consumer"):
+            x.free()
+        del x
+        gc.collect()
+        others = [world.array(np.full(4, 9, np.int32), symmetric=symmetric) for _ in range(50)]
+        assert view.tolist() == [1, 2, 3]
+        del view, others
+
+
+@worlds(1)
+def case_local_memory_waits_for_its_last_use(world):
+    """An array whose last reference goes while another stream still reads it."""
+    target = world.zeros(1 << 20, "uint8")
+    world.synchronize()
+    side = world.new_stream()
+    for value in range(1, 20):
+        with world.on(side):
+            target.copy_from(np.zeros(1 << 20, np.uint8))
+            target.copy_from(world.array(np.full(1 << 20, value, np.uint8), symmetric=False))
+        assert (target.numpy() == value).all()
+
+
+@worlds(1)
+def case_empty_arrays(world):
+    for shape in (0, (0,), (3, 0, 2)):
+        for symmetric in (True, False):
+            x = world.zeros(shape, "float32", symmetric=symmetric)
+            assert x.size == x.nbytes == x.numpy().size == 0
+            x.copy_from(np.zeros(x.shape, np.float32))
+            assert x[..., :0].shape[-1] == 0
+            x.free()

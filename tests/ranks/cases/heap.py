@@ -1,0 +1,155 @@
+"""The symmetric heap: growth, reclaiming, limits, and failures on one rank only."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+import tdx
+from tdx.runtime.driver.host import HostDriver
+from tdx.runtime.errors import Closed, CollectiveMismatch, HeapExhausted, InvalidArgument
+from tests.helpers.cases import isolated, worlds
+
+MIB = 1 << 20
+
+
+@isolated
+@worlds(1, 2, 3)
+def case_growth_keeps_live_arrays_and_reaches_peers(comm, backend):
+    with tdx.init(comm, backend=backend) as world:
+        first = world.array(np.full(1000, world.rank, np.int32))
+        base, stride, capacity = world.window.base, world.window.stride, _capacity(world)
+        large = [world.empty(40 * MIB, "uint8") for _ in range(4)]
+        assert _capacity(world) >= 160 * MIB > capacity
+        assert (world.window.base, world.window.stride) == (base, stride)
+        for number, x in enumerate(large):
+            x[-4:] = np.full(4, 10 * world.rank + number, np.uint8)
+        world.barrier()
+        for rank in range(world.size):
+            assert (first.peer(rank).numpy() == rank).all()
+            for number, x in enumerate(large):
+                assert (x.peer(rank)[-4:].numpy() == 10 * rank + number).all()
+        world.barrier()
+
+
+@isolated
+@worlds(1, 2)
+def case_dropped_memory_is_reused_before_the_heap_grows(comm, backend):
+    with tdx.init(comm, backend=backend) as world:
+        capacity = _capacity(world)
+        for _ in range(20):
+            world.empty(30 * MIB, "uint8")
+        assert _capacity(world) == capacity
+        gc.disable()
+        try:
+            if world.rank == 0:
+                kept = world.empty(30 * MIB, "uint8")
+            else:
+                world.empty(30 * MIB, "uint8")
+            others = [world.empty(30 * MIB, "uint8") for _ in range(2)]
+        finally:
+            gc.enable()
+        assert _capacity(world) > capacity  # one rank still holds its array
+        assert len({x.data_ptr() for x in others}) == 2
+        if world.rank == 0:
+            assert kept.size == 30 * MIB
+        world.barrier()
+
+
+@isolated
+@worlds(1, 2)
+def case_a_hard_cap(comm, backend):
+    with tdx.init(comm, backend=backend, heap_bytes=MIB) as world:
+        x = world.empty(MIB // 2, "uint8", name="kept")
+        with pytest.raises(HeapExhausted, match=r"1 MiB requested for big, 512 KiB free.*heap_bytes"):
+            world.empty(MIB, "uint8", name="big")
+        with pytest.raises(HeapExhausted):
+            world.empty((1 << 20, 1 << 20, 1 << 20), "float64")
+        with pytest.raises(HeapExhausted):
+            world.empty(1 << 60, "uint8", symmetric=False)
+        for _ in range(5):
+            world.zeros(MIB // 2, "uint8")
+        x.free()
+        assert world.zeros(MIB, "uint8").numpy().sum() == 0
+        world.barrier()
+
+
+@isolated
+@worlds(2, 3)
+def case_growth_that_fails_on_one_rank(comm, backend):
+    if backend != "host":
+        return
+    with tdx.init(comm, backend=backend) as world:
+        x = world.array(np.arange(10))
+        for verb in ("mem_create", "mem_map", "mem_import"):
+            capacity = _capacity(world)
+            with pytest.MonkeyPatch.context() as patch:
+                if world.rank == 1:
+                    patch.setattr(HostDriver, verb, _exhausted)
+                with pytest.raises(HeapExhausted, match="injected"):
+                    world.empty(100 * MIB, "uint8")
+            assert _capacity(world) == capacity
+            world.barrier()
+        assert (x.numpy() == np.arange(10)).all()
+        assert world.zeros(100 * MIB, "uint8")[-1].numpy() == 0
+        world.barrier()
+
+
+def _exhausted(*_):
+    raise HeapExhausted("injected")
+
+
+@isolated
+@worlds(2)
+def case_growth_falls_back_to_what_is_needed(comm, backend):
+    """Doubling fails, the size asked for fits."""
+    if backend != "host":
+        return
+    original = HostDriver.mem_create
+
+    def small_only(self, nbytes):
+        if nbytes > 20 * MIB:
+            raise HeapExhausted("too large")
+        return original(self, nbytes)
+
+    with tdx.init(comm, backend=backend) as world, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostDriver, "mem_create", small_only)
+        kept = world.empty(60 * MIB, "uint8")
+        other = world.zeros(10 * MIB, "uint8")
+        assert other[-1].numpy() == 0
+        assert kept.size == 60 * MIB
+        world.barrier()
+
+
+@isolated
+@worlds(2)
+def case_diverging_allocations_are_noticed(comm, backend):
+    with tdx.init(comm, backend=backend, timeout_s=5) as world:
+        world.empty(10 + 1000 * world.rank, "uint8")
+        with pytest.raises(CollectiveMismatch, match="heap="):
+            tdx.AllReduce(world, (4,), "float32")
+
+
+@worlds(1, 2)
+def case_free(world):
+    x = world.zeros(1000, "float32")
+    y = x[10:]
+    world.barrier()
+    x.free()
+    for use in (x.numpy, y.numpy, x.data_ptr, x.free, lambda: x.peer(0), lambda: x.__dlpack__()):
+        with pytest.raises(Closed, match="freed"):
+            use()
+    again = world.zeros(1000, "float32")
+    with pytest.raises(InvalidArgument, match="own array"):
+        again.peer((world.rank + 1) % world.size).free() if world.size > 1 else _refuse()
+    world.barrier()
+
+
+def _refuse():
+    raise InvalidArgument("own array")
+
+
+def _capacity(world):
+    return world.user_region.heap.capacity

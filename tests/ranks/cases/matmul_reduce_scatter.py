@@ -1,0 +1,191 @@
+"""Product and reduce-scatter in one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import tdx
+from tdx.kernels.matmul import ACTIVATIONS, Config
+from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument, Unsupported
+from tests.helpers.cases import worlds
+from tests.helpers.reference import (
+    activated,
+    assert_same_bits,
+    error_bound,
+    poisoned,
+    product,
+    values,
+)
+
+# rows a rank, depth, columns
+SHAPES = [(1, 1, 1), (2, 16, 3), (7, 33, 20), (16, 16, 16), (40, 65, 50), (17, 8, 129)]
+SMALL = Config(16, 16, 16, num_warps=4)
+
+
+def operands(rank, m, depth, n, dtype, salt=0):
+    return values(rank, (m, depth), dtype, salt), values(rank, (depth, n), dtype, 1000 + salt)
+
+
+def reference(world, m, depth, n, dtype, salt=0):
+    """This rank's rows; `m` rows a rank, `depth` a function of the rank."""
+    total = sum(
+        product(*operands(rank, m * world.size, depth(rank), n, dtype, salt))
+        for rank in range(world.size)
+    )
+    return total[world.rank * m : (world.rank + 1) * m]
+
+
+def close(got, wanted, depth, *kinds):
+    got = np.asarray(got.numpy() if hasattr(got, "numpy") else got).astype(np.float64)
+    assert got.shape == wanted.shape, (got.shape, wanted.shape)
+    bound = error_bound(depth, *kinds)
+    assert not got.size or np.abs(got - wanted).max() <= bound, (np.abs(got - wanted).max(), bound)
+
+
+@worlds(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def case_values(world, dtype):
+    size = world.size
+    for m, k, n in SHAPES if size < 5 else SHAPES[2:4]:
+        a, b = operands(world.rank, m * size, k, n, dtype)
+        wanted = reference(world, m, lambda _, k=k: k, n, dtype)
+        x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
+        turned = world.array(np.ascontiguousarray(b.T), symmetric=False)
+        rows = world.array(np.ascontiguousarray(a.T), symmetric=False)
+        for config in (None, SMALL):
+            out = world.array(poisoned((m, n), dtype), symmetric=False)
+            assert tdx.matmul_reduce_scatter(x, y, out=out, config=config) is out
+            close(out, wanted, k * size, *[dtype] * size)
+            for left, right in ((x, turned.T), (rows.T, y)):
+                again = tdx.matmul_reduce_scatter(left, right, config=config)
+                assert_same_bits(again.numpy(), out.numpy())
+
+
+@worlds(8)
+def case_eight_ranks(world):
+    a, b = operands(world.rank, 24, 20, 17, "float32")
+    x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
+    wanted = reference(world, 3, lambda _: 20, 17, "float32")
+    close(tdx.matmul_reduce_scatter(x, y), wanted, 160, *["float32"] * 8)
+
+
+@worlds(3)
+def case_depth_differs_between_ranks(world):
+    def depth(rank):
+        return (40, 0, 7)[rank]
+
+    a, b = operands(world.rank, 15, depth(world.rank), 20, "float32")
+    x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
+    wanted = reference(world, 5, depth, 20, "float32")
+    for config in (None, SMALL):
+        close(tdx.matmul_reduce_scatter(x, y, config=config), wanted, 64, "float32", "float32")
+
+
+@worlds(2)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def case_bias_activation_and_types(world, activation):
+    m, k, n = 18, 40, 29
+    for dtype, out_dtype, partial in [
+        ("float32", None, None), ("bfloat16", None, "float32"), ("bfloat16", "float32", None),
+        ("float16", "bfloat16", "float32"), ("float32", "bfloat16", None),
+    ]:  # fmt: skip
+        a, b = operands(world.rank, m * world.size, k, n, dtype)
+        bias = values(8, n, dtype)
+        result = tdx.matmul_reduce_scatter(
+            world.array(a, symmetric=False), world.array(b, symmetric=False),
+            bias=world.array(bias, symmetric=False), activation=activation, out_dtype=out_dtype,
+            partial_dtype=partial,
+        )  # fmt: skip
+        wanted = reference(world, m, lambda _, k=k: k, n, dtype) + bias.astype(np.float64)
+        assert result.dtype.name == (out_dtype or dtype)
+        rounding = [partial or out_dtype or dtype] * world.size
+        close(result, activated(wanted, activation), 2 * k, out_dtype or dtype, *rounding)
+
+
+@worlds(2)
+def case_wide_partials_round_once(world):
+    """With partial_dtype="float32" a bfloat16 result is that of float32, rounded."""
+    a, b = operands(world.rank, 32, 48, 33, "bfloat16")
+    x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
+    config = Config(32, 32, 16, num_warps=4)
+    wide = tdx.matmul_reduce_scatter(x, y, out_dtype="float32", config=config)
+    once = tdx.matmul_reduce_scatter(x, y, partial_dtype="float32", config=config)
+    assert_same_bits(once.numpy(), wide.numpy().astype(once.dtype))
+
+
+@worlds(1, 3)
+def case_leading_axes_and_empty(world):
+    size = world.size
+    shape = (2 * size, 3, 8)
+    total = sum(
+        product(values(rank, shape, "float32"), values(rank, (8, 5), "float32", 1))
+        for rank in range(size)
+    )
+    x = world.array(values(world.rank, shape, "float32"), symmetric=False)
+    y = world.array(values(world.rank, (8, 5), "float32", 1), symmetric=False)
+    wanted = total[2 * world.rank : 2 * world.rank + 2]
+    close(tdx.matmul_reduce_scatter(x, y), wanted, 8 * size, "float32", "float32")
+    assert tdx.matmul_reduce_scatter(x[:0], y).shape == (0, 3, 5)
+    assert tdx.matmul_reduce_scatter(x, y[:, :0]).shape == (2, 3, 0)
+    zero = tdx.matmul_reduce_scatter(
+        world.empty((size, 0), "float32"), world.empty((0, 5), "float32")
+    )
+    assert_same_bits(zero.numpy(), np.zeros((1, 5), np.float32))
+
+
+@worlds(2, 3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def case_repetition_and_graphs(world, dtype):
+    """Many calls without the host, each with other inputs; then in a graph. The same bits."""
+    m, k, n = 21, 20, 24
+    plan = tdx.MatmulReduceScatter(world, (m * world.size, k), (k, n), dtype, config=SMALL)
+    given = [operands(world.rank, m * world.size, k, n, dtype, i) for i in range(12)]
+    loaded = [[world.array(v, symmetric=False) for v in pair] for pair in given]
+    outs = [world.empty((m, n), dtype, symmetric=False) for _ in given]
+    for (x, y), out in zip(loaded, outs, strict=True):
+        plan(x, y, out=out)
+    for i, out in enumerate(outs):
+        wanted = reference(world, m, lambda _: k, n, dtype, i)
+        close(out, wanted, k * world.size, *[dtype] * world.size)
+    x = world.empty((m * world.size, k), dtype, symmetric=False)
+    y = world.empty((k, n), dtype, symmetric=False)
+    with tdx.graph(world) as graph:
+        result = plan(x, y)
+    for i, out in enumerate(outs):
+        x.copy_from(given[i][0])
+        y.copy_from(given[i][1])
+        graph.replay()
+        assert_same_bits(result.numpy(), out.numpy(), i)
+        if i % 3 == 0:
+            assert_same_bits(plan(x, y).numpy(), out.numpy(), i)
+
+
+@worlds(2)
+def case_bad_arguments(world):
+    x, y = world.zeros((4, 8), "float32"), world.zeros((8, 5), "float32")
+    call = tdx.matmul_reduce_scatter
+    for kind, words, attempt in [
+        (InvalidArgument, "differ in K", lambda: call(x, y.T)),
+        (InvalidArgument, "shapes", lambda: call(x[0], y)),
+        (InvalidArgument, "no multiple of the 2 ranks", lambda: call(x[:3], y)),
+        (DtypeError, "float32", lambda: call(x, world.zeros((8, 5), "float16"))),
+        (DtypeError, "partial_dtype", lambda: call(x, y, partial_dtype="float16")),
+        (InvalidArgument, "activation='tanh'", lambda: call(x, y, activation="tanh")),
+        (InvalidArgument, "bias", lambda: call(x, y, bias=x[0])),
+        (InvalidArgument, "algorithm='ring'", lambda: call(x, y, algorithm="ring")),
+        (Unsupported, "scale_b", lambda: call(x, y, scale_b=1.0)),
+        (InvalidArgument, "shape", lambda: call(x, y, out=x)),
+    ]:
+        with pytest.raises(kind, match=words):
+            attempt()
+        assert call(x, y).shape == (2, 5)
+
+
+@worlds(2)
+def case_different_columns_are_found(world):
+    x = world.zeros((4, 8), "float32")
+    y = world.zeros((8, 5 + world.rank), "float32", symmetric=False)
+    with pytest.raises(CollectiveMismatch) as mismatch:
+        tdx.matmul_reduce_scatter(x, y)
+    assert set(mismatch.value.calls) == {0, 1}

@@ -1,0 +1,89 @@
+"""The examples and the tutorial's programs do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tdx.tools.launcher import find_launcher
+from tests.helpers.commands import ROOT, run_tdx, tdx_environment
+
+_EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+_TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+_SAID_ONCE = "tdx: found no GPU"
+
+
+def checked(done: subprocess.CompletedProcess[str], ranks: int) -> None:
+    """Success, one line for each rank, and nothing else but which backend was chosen."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(re.findall(r"^rank (\d+)", done.stdout, re.M)) == sorted(map(str, range(ranks)))
+    assert len(lines) == ranks, done.stdout
+    assert [line for line in done.stderr.splitlines() if not line.startswith(_SAID_ONCE)] == []
+
+
+def test_there_are_examples():
+    assert [path.name[:3] for path in _EXAMPLES] == ["01_", "02_", "03_", "04_", "05_"]
+    assert _TUTORIALS
+
+
+@pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
+def test_example_is_short(path):
+    assert len(path.read_text().splitlines()) < 80
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
+def test_example_under_tdx_run(path, ranks):
+    checked(run_tdx("run", "-n", str(ranks), "--no-prefix", str(path), timeout_s=120), ranks)
+
+
+@pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
+def test_example_under_bare_mpirun(path):
+    checked(mpirun(2, str(path)), 2)
+
+
+def mpirun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on `ranks` ranks with the MPI launcher itself."""
+    return subprocess.run(
+        [*find_launcher().command(ranks), sys.executable, *words],
+        env=tdx_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("path", _TUTORIALS, ids=lambda path: path.stem)
+def test_tutorial(path, tmp_path):
+    """Programs of a tutorial; one that is followed by an `output` block is meant to fail so."""
+    blocks = re.findall(r"^```(python|output)\n(.*?)^```", path.read_text(), re.M | re.S)
+    programs = [text for kind, text in blocks if kind == "python"]
+    assert programs
+    done = None
+    for kind, text in blocks:
+        if kind == "python":
+            assert done is None or done.returncode == 0, done.stderr
+            script = tmp_path / "shift.py"
+            script.write_text(text)
+            done = run_tdx("run", "-n", "2", str(script), timeout_s=120)
+        else:
+            assert done is not None
+            assert done.returncode == 1
+            said = without_numbers(done.stdout + done.stderr)
+            for line in without_numbers(text).splitlines():
+                assert line in said, f"{line!r} is not in:\n{said}"
+            done = None
+    assert done is None or done.returncode == 0, done.stderr
+
+
+def without_numbers(text: str) -> str:
+    """Ranks, addresses and folders replaced: which rank fails first is chance."""
+    for pattern, name in ((r"(rank|peer) \d+", r"\1 N"), ("0x[0-9a-f]+", "A"), (r"\S*/", "")):
+        text = re.sub(pattern, name, text)
+    return text

@@ -1,0 +1,66 @@
+"""What README.md says is so."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+import tdx
+from tests.helpers.commands import ROOT, run_tdx
+
+_TEXT = (ROOT / "README.md").read_text()
+_PROGRAMS = re.findall(r"^```python\n(.*?)^```", _TEXT, re.M | re.S)
+_COMMANDS = re.findall(r"^```sh\n(.*?)^```", _TEXT, re.M | re.S)
+
+
+def test_two_commands_set_everything_up():
+    assert len(_COMMANDS) == 2
+    assert all(len(command.splitlines()) == 1 for command in _COMMANDS)
+    assert _COMMANDS[0].endswith("tdx demo\n")
+    assert "pytest" in _COMMANDS[1]
+    assert re.search(r"<!-- ci:test -->\n```sh\n[^`]*pytest\n```", _TEXT)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name for list_ in re.findall(r'"\.\[(.*?)\]"', _TEXT) for name in list_.split(",")}
+    assert {"mpi", "test"} <= extras <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("program", _PROGRAMS, ids=["script", "kernel"])
+def test_program_runs(program, ranks, tmp_path):
+    assert len([line for line in program.splitlines() if line.strip()]) <= 25
+    path = tmp_path / "script.py"
+    path.write_text(program)
+    done = run_tdx("run", "-n", str(ranks), str(path), timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(document):
+    path = ROOT / document
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)#]+)\)", prose):
+        assert target.startswith("https://") or (path.parent / target).exists(), target
+
+
+def test_operations_exist_and_missing_ones_do_not():
+    table = _TEXT[_TEXT.index("## Operations") : _TEXT.index("## Errors")]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert len(named) >= 6
+    assert all(hasattr(tdx, name) for name in named)
+    missing = re.search(r"^\| Not offered yet \| (.*) \|$", _TEXT, re.M)
+    assert missing is not None
+    for name in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", missing[1]):
+        assert not hasattr(tdx, name), f"{name} is there: take it off the list"
+
+
+def test_errors_are_named_with_their_built_ins():
+    text = " ".join(_TEXT[_TEXT.index("## Errors") :].split())
+    for name in tdx.errors.__all__:
+        error = getattr(tdx.errors, name)
+        if name == "TdxError":
+            assert "`tdx.errors.TdxError`" in text
+        else:
+            built_in = error.__mro__[2].__name__
+            assert re.search(rf"`{name}`[^`]*\({built_in}\)|`{name}`.*?\({built_in}\)", text), name
