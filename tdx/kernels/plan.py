@@ -88,7 +88,9 @@ class Plan:
     def workspace(self, name: str, shape: Sequence[int], dtype: Any) -> Array:
         """A zeroed symmetric array outside the user's heap."""
         site = Site(self.operation, name)
-        array = self.world.allocate_runtime(tuple(shape), dtypes.resolve(dtype), site)
+        array = self.world.allocate_runtime(
+            self.group, tuple(shape), dtypes.resolve(dtype), site
+        )
         self._share(site)
         return array
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["Array"]
+__all__ = ["Array", "check_shape"]
 
 # dtypes that __cuda_array_interface__ can express
 _CAI_KINDS = "biufc"
@@ -306,6 +306,15 @@ class Array:
 
     def __bool__(self) -> bool:
         raise Unsupported("the truth of an array is not defined; use x.size or x.numpy()")
+
+
+def check_shape(shape: Any) -> tuple[int, ...]:
+    """`shape` as a tuple of extents; InvalidArgument."""
+    extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    for n in extents:
+        if isinstance(n, (bool, np.bool_)) or not isinstance(n, (int, np.integer)) or n < 0:
+            raise InvalidArgument(f"shape {shape!r}: extents must be ints >= 0")
+    return tuple(int(n) for n in extents)
 
 
 def _is_int(value: Any) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from tdx import abi
 from tdx.runtime.errors import PeerLost, PeerTimeout, TdxError
 from tdx.runtime.outcomes import describe_ranks
+from tdx.runtime.undo import Undo
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
@@ -52,14 +53,18 @@ class Faults:
     def __init__(self, world: World, timeout_s: float):
         self._world = world
         driver = world.driver
-        self._record_address = driver.host_alloc(8 * abi.RECORD_WORDS)
-        self.record = (ctypes.c_int64 * abi.RECORD_WORDS).from_address(self._record_address)
-        self._words = np.zeros(abi.CONTROL_WORDS, np.int64)
-        self._words[abi.CONTROL_RECORD] = self._record_address
-        self._words[abi.CONTROL_TIMEOUT_NS] = int(timeout_s * 1e9)
-        self.address = driver.alloc(self._words.nbytes, world.stream.handle)
-        self.control = Pointer(self.address, np.dtype(np.int64))
-        self.set_table(0, range(world.size))
+        with Undo() as undo:
+            self._record_address = driver.host_alloc(8 * abi.RECORD_WORDS)
+            undo.add(driver.host_free, self._record_address)
+            self.record = (ctypes.c_int64 * abi.RECORD_WORDS).from_address(self._record_address)
+            self._words = np.zeros(abi.CONTROL_WORDS, np.int64)
+            self._words[abi.CONTROL_RECORD] = self._record_address
+            self._words[abi.CONTROL_TIMEOUT_NS] = int(timeout_s * 1e9)
+            self.address = driver.alloc(self._words.nbytes, world.stream.handle)
+            undo.add(driver.free, self.address, world.stream.handle)
+            self.control = Pointer(self.address, np.dtype(np.int64))
+            self.set_table(0, range(world.size))
+            undo.commit()
         self.first: TdxError | None = None
         self.raised: TdxError | None = None  # the fault, once a caller has been told
         self.abort = False  # end the process when a peer is lost
@@ -116,10 +121,11 @@ class Faults:
         peer = ranks[peer] if 0 <= peer < len(ranks) else -1
         site = world.signal_site(int(record[abi.RECORD_SIGNAL]))
         who = f"rank {peer}" if peer >= 0 else "a peer"
+        if peer in world.channels.departed():
+            who += " (which has closed its world)"
         call = f", call {site.calls}" if site.calls else ""
         where = f", called at {site.location}" if site.location else ""
-        channels = world.channels
-        if peer in channels.lost() | channels.departed():
+        if peer in world.channels.lost():
             return PeerLost(
                 f"rank {world.rank} lost rank {peer} while it waited in {site.operation}{call} for "
                 f"signal {site.signal}{where}",
@@ -158,5 +164,7 @@ class Faults:
         self._stop.set()
         self._watcher.join()
         driver = self._world.driver
-        driver.free(self.address, self._world.stream.handle)
-        driver.host_free(self._record_address)
+        try:
+            driver.free(self.address, self._world.stream.handle)
+        finally:
+            driver.host_free(self._record_address)

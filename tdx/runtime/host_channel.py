@@ -135,30 +135,30 @@ class HostChannel:
         return result
 
     def exchange_fds(
-        self, fd: int | None, what: str, timeout_s: float | None = None
-    ) -> list[int | None]:
-        """Every rank's descriptor, by world rank; None for ranks that gave none.
+        self, fd: int | None, what: str, members: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[int | None]:  # fmt: skip
+        """Every member's descriptor, in the order of members; None for ranks that gave none.
 
         `fd` stays the caller's. The caller owns every descriptor returned, its own entry being a
         duplicate; all are close-on-exec. If one does not arrive, every rank raises.
         """
         copies: list[int] = []
         try:
-            if fd is not None:
-                for _ in range(self.size):
-                    copies.append(os.dup(fd))
+            for _ in self._members(members) if fd is not None else ():
+                copies.append(os.dup(fd))
         except OSError as error:
             close_fds(copies)
             refused = TdxError(f"{what}: the descriptor {fd} cannot be duplicated: {error}")
-            self.agree(what, refused)
+            self.agree(what, refused, members)
         received = f"{what}: receiving"
         try:
-            messages = self._exchange(what, b"", None, timeout_s, copies)
+            messages = self._exchange(what, b"", members, timeout_s, copies)
         except (PeerLost, PeerTimeout) as error:
-            self._post(received, pack_error(error), None)  # peers may have come as far as that
+            self._post(received, pack_error(error), members)  # peers may have come as far as that
             raise
         try:
-            self.together(lambda: _require_uncut(messages), received, None, timeout_s)
+            self.together(lambda: _require_uncut(messages), received, members, timeout_s)
         except BaseException:
             for message in messages.values():
                 message.discard()

@@ -5,17 +5,29 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from tdx.runtime import backends
 from tdx.runtime.comm import Comm, close_comm, open_comm
-from tdx.runtime.errors import InvalidArgument, TdxError
+from tdx.runtime.config import config
+from tdx.runtime.errors import (
+    CollectiveMismatch,
+    DriverError,
+    InvalidArgument,
+    PeerLost,
+    PeerTimeout,
+    TdxError,
+)
 from tdx.runtime.exchange import Mesh
 from tdx.runtime.host_channel import HostChannel
-from tdx.runtime.outcomes import pack_error, raise_for_peers
+from tdx.runtime.outcomes import describe_ranks, pack_error, raise_for_peers
 from tdx.runtime.topology import discover
 from tdx.runtime.undo import Undo
 from tdx.runtime.world import World
+
+if TYPE_CHECKING:
+    from tdx.runtime.driver.base import DeviceInfo
 
 __all__ = ["current_world", "init"]
 
@@ -103,18 +115,24 @@ def _bring_up(
     backends.announce(backend, chosen, topology.rank)
     driver = _together(comm, "opening the device", lambda: backends.open_driver(chosen, topology))
     undo.add(driver.close)
+    _check_devices(comm, driver.info)
     memory = min(int(m) for m in comm.allgather(str(driver.info.memory_bytes).encode()))
-    # connecting and the first message need a deadline even when waits have none
-    mesh = Mesh.connect(comm, timeout_s or 30.0)
-    undo.add(mesh.close)
-    channel = HostChannel(mesh, timeout_s)
-    undo.add(channel.close)
-    driver.set_timeout(timeout_s)
-    driver.install()
-    undo.add(driver.uninstall)
-    world = channel.together(
-        lambda: World(topology, channel, driver, heap_bytes, memory, timeout_s, undo), "tdx.init"
-    )
+
+    def build() -> World:
+        # connecting and the first message need a deadline even when waits have none
+        mesh = Mesh.connect(comm, timeout_s or 30.0)
+        undo.add(mesh.close)
+        channel = HostChannel(mesh, timeout_s)
+        undo.add(channel.close)
+        driver.set_timeout(timeout_s)
+        driver.install()
+        undo.add(driver.uninstall)
+        return channel.together(
+            lambda: World(topology, channel, driver, heap_bytes, memory, timeout_s, undo),
+            "tdx.init",
+        )
+
+    world = _all_or_none(comm, build, undo)
     world.faults.abort = on_peer_failure == "abort"
     world.own(undo)
     return world
@@ -161,6 +179,50 @@ def _together(comm: Comm, what: str, step: Any) -> Any:
             close()
         raise
     return result
+
+
+def _all_or_none(comm: Comm, build: Callable[[], World], undo: Undo) -> World:
+    """Run `build`, in which ranks wait for each other; if it fails anywhere, every rank raises.
+
+    A rank that fails undoes everything first, so that peers which wait for it notice; the error
+    that every rank then raises is the one that came first, not that a peer is gone.
+    """
+    world, error = None, None
+    try:
+        world = build()
+    except Exception as caught:
+        error = caught
+        for failure in undo.rollback():
+            error.add_note(f"while undoing: {failure!r}")
+    outcomes = dict(enumerate(comm.allgather(pack_error(error))))
+    follows = (PeerLost.__name__, PeerTimeout.__name__, CollectiveMismatch.__name__)
+    causes = {r: o for r, o in outcomes.items() if o.decode().partition(":")[0] not in follows}
+    if any(causes.values()):
+        if error is not None and causes.get(comm.Get_rank()):
+            raise error
+        raise_for_peers(causes, "tdx.init")
+    if error is not None:
+        raise error
+    raise_for_peers(outcomes, "tdx.init")
+    assert world is not None
+    return world
+
+
+def _check_devices(comm: Comm, info: DeviceInfo) -> None:
+    """Raise DriverError on every rank if ranks have one GPU and not all want to share it."""
+    mine = f"{info.identity}\n{int(config.share_gpu)}"
+    entries = [entry.decode().split("\n") for entry in comm.allgather(mine.encode())]
+    ranks: dict[str, list[int]] = {}
+    for rank, (identity, _) in enumerate(entries):
+        ranks.setdefault(identity, []).append(rank)
+    shared = [r for identity, r in ranks.items() if identity and len(r) > 1]
+    if shared and not all(share == "1" for _, share in entries):
+        raise DriverError(
+            f"{len(entries)} ranks have {len(ranks)} GPU(s) ({info.name}): "
+            f"{'; '.join(describe_ranks(r) for r in shared)} would use the same one. Start at most "
+            f"{len(ranks)} ranks, let CUDA_VISIBLE_DEVICES show more GPUs, or set TDX_SHARE_GPU=1 "
+            "for all ranks"
+        )
 
 
 def _agree(comm: Comm, settings: str) -> None:

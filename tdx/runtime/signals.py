@@ -89,6 +89,6 @@ def make_channel(world: World, group: Group, blocks: int, site: Site) -> Channel
     """
     check_blocks(blocks)
     words = abi.channel_words(int(blocks), group.size)
-    array = world.allocate_runtime((words,), np.dtype(np.int32), site)
+    array = world.allocate_runtime(group, (words,), np.dtype(np.int32), site)
     assert isinstance(array._block, SymmetricBlock)
     return Channel(array, world.faults.control, abi.pack_channel(int(blocks)))

@@ -4,7 +4,8 @@ Byte b of rank r's heap is at `base + r * stride + b` in every process, so a pee
 anything is one addition away. The range of a rank is divided into two regions, each with its
 own allocator and grown on its own: `runtime` for workspaces and channels, `user` for arrays.
 Growing maps another piece of physical memory at the same offset on all ranks, collectively;
-base and stride never change.
+base and stride never change. Teams have runtime regions of their own, mapped by their members
+only: what a team allocates must not move what others allocate.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tdx.runtime.errors import HeapExhausted
@@ -41,7 +42,7 @@ class Window:
         self.size = size
         self.stride = driver.default_stride()
         self.base = 0
-        self._mappings: list[tuple[int, int]] = []  # (offset, bytes), mapped for all ranks
+        self._mappings: list[tuple[int, int]] = []  # (address, bytes)
 
         def reserve() -> None:
             self.base = driver.addr_reserve(self.stride * size)
@@ -64,10 +65,10 @@ class Window:
     def granularity(self) -> int:
         return self.driver.granularity()
 
-    def map(self, offset: int, nbytes: int, what: str) -> None:
-        """Put memory behind [offset, offset + nbytes) of every rank's heap. Collective.
+    def map(self, offset: int, nbytes: int, what: str, ranks: Sequence[int]) -> None:
+        """Put memory behind [offset, offset + nbytes) of the heaps of `ranks`. Collective of those.
 
-        A failure on any rank raises on every rank and leaves nothing mapped.
+        A failure on any of them raises on all of them and leaves nothing mapped.
         """
         driver, channel = self.driver, self.channel
         with channel.busy(what), Undo() as undo:
@@ -79,11 +80,11 @@ class Window:
                 undo.add(os.close, fd)
                 return fd
 
-            fd = channel.together(create, what)
-            fds = channel.exchange_fds(fd, what)
+            fd = channel.together(create, what, ranks)
+            fds = channel.exchange_fds(fd, what, ranks)
 
             def map_all() -> None:
-                for peer, theirs in enumerate(fds):
+                for peer, theirs in zip(ranks, fds, strict=True):
                     assert theirs is not None
                     handle = driver.mem_import(theirs, nbytes)
                     try:
@@ -94,42 +95,50 @@ class Window:
                         driver.mem_release(handle)  # the mapping keeps the memory
 
             try:
-                channel.together(map_all, what)
+                channel.together(map_all, what, ranks)
             finally:
                 for theirs in fds:
                     if theirs is not None:
                         os.close(theirs)
             undo.forget(driver.mem_unmap)
-            self._mappings.append((offset, nbytes))
+            self._mappings += [(self.address(peer, offset), nbytes) for peer in ranks]
 
     def close(self) -> None:
         """Unmap everything. Arrays and their views must not be used afterwards."""
         if not self.base:
             return
-        for offset, nbytes in self._mappings:
-            for rank in range(self.size):
-                self.driver.mem_unmap(self.address(rank, offset), nbytes)
+        for address, nbytes in self._mappings:
+            self.driver.mem_unmap(address, nbytes)
         self._mappings.clear()
         base, self.base = self.base, 0
         self.driver.addr_free(base, self.stride * self.size)
 
 
 class Region:
-    """A part of every rank's heap with an allocator of its own.
+    """A part of the heaps of some ranks, with an allocator of its own.
 
     Allocation is local arithmetic, the same on every rank. Only a full region communicates:
     ranks agree on the blocks that all of them have dropped, reclaim those, and then grow.
     """
 
-    def __init__(self, window: Window, name: str, start: int, first_bytes: int, limit_bytes: int):
+    def __init__(
+        self,
+        window: Window,
+        name: str,
+        start: int,
+        first_bytes: int,
+        limit_bytes: int,
+        ranks: Sequence[int],
+    ):
         self.window = window
+        self.ranks = ranks
         self.name = name
         self.start = start
         granularity = window.granularity()
         self._limit = limit_bytes
         mapped_limit = -(-limit_bytes // granularity) * granularity
         first_bytes = min(-(-first_bytes // granularity) * granularity, mapped_limit)
-        window.map(start, first_bytes, f"{name} heap of {format_bytes(first_bytes)}")
+        window.map(start, first_bytes, f"{name} heap of {format_bytes(first_bytes)}", ranks)
         self._mapped = first_bytes
         self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes)
         self._last: dict[int, list[int]] = {}  # dropped block -> stream of its last use
@@ -165,7 +174,7 @@ class Region:
         busy = {s for s in streams if s and not self.window.driver.stream_query(s)}
         mine = [o for o in self.heap.dropped() if self._last[o][0] not in busy]
         payload = struct.pack(f"<{len(mine)}Q", *mine)
-        everybody = self.window.channel.allgather(payload, f"{self.name} heap is full at {label}")
+        everybody = self.window.channel.allgather(payload, f"{self.name} heap is full at {label}", self.ranks)
         agreed = set(mine)
         for theirs in everybody:
             agreed &= {offset for (offset,) in struct.iter_unpack("<Q", theirs)}
@@ -193,7 +202,7 @@ class Region:
             if step > 0:
                 what = f"{self.name} heap grows by {format_bytes(step)}"
                 try:
-                    self.window.map(self.start + self._mapped, step, what)
+                    self.window.map(self.start + self._mapped, step, what, self.ranks)
                 except HeapExhausted as error:
                     why = f" ({error})"
                     continue

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from tdx import abi
 from tdx.runtime import dlpack, dtypes
-from tdx.runtime.array import Array
+from tdx.runtime.array import Array, check_shape
 from tdx.runtime.block import Block, Exports, LocalBlock, SymmetricBlock
 from tdx.runtime.copies import Copies
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError, Unsupported
@@ -90,13 +90,12 @@ class World(Group):
         self.window = Window(driver, channel, self.rank, self.size)
         undo.add(self.window.close)
         limit = min(heap_bytes or memory_bytes, self.window.stride // 2) // 256 * 256
-        half = self.window.stride // 2  # of a rank's addresses for each region
-        self.runtime_region = Region(
-            self.window, "runtime", 0, _FIRST_RUNTIME_BYTES, min(memory_bytes, half)
-        )
-        self.user_region = Region(
-            self.window, "user", half, min(_FIRST_USER_BYTES, limit), limit
-        )
+        self._memory_bytes = memory_bytes
+        self._runtime_regions: dict[int, Region] = {}  # by group
+        self.runtime_region(self)
+        start = self.window.stride // 2
+        first = min(_FIRST_USER_BYTES, limit)
+        self.user_region = Region(self.window, "user", start, first, limit, self.ranks)
         self.user_region.before_reclaim = self.plans.clear
         self.stream = self.new_stream()
         driver.set_current_stream(self.stream.handle)
@@ -126,7 +125,7 @@ class World(Group):
         """
         self.check()
         kind = dtypes.resolve(dtype)
-        extents = _check_shape(shape)
+        extents = check_shape(shape)
         nbytes = int(np.prod(extents, dtype=object)) * kind.itemsize
         self._allocations += symmetric
         label = name or f"array{self._allocations if symmetric else ''}"
@@ -164,11 +163,28 @@ class World(Group):
         array = self.empty(source.shape, source.dtype, symmetric, name)
         return array.copy_from(source)
 
-    def allocate_runtime(self, shape: tuple[int, ...], dtype: np.dtype, site: Site) -> Array:
-        """A zeroed symmetric array in the runtime's own region, for plans and channels."""
+    def runtime_region(self, group: Group) -> Region:
+        """Where the plans and channels of a group live; made on first use by all its ranks."""
+        region = self._runtime_regions.get(group.index)
+        if region is None:
+            # the world has the first quarter of a rank's addresses, teams share the second
+            quarter = self.window.stride // 4
+            share = quarter // (abi.MAX_TEAMS + 1)
+            start = quarter + group.index * share if group.index else 0
+            limit = min(self._memory_bytes, share if group.index else quarter) // 256 * 256
+            region = Region(
+                self.window, "runtime", start, _FIRST_RUNTIME_BYTES, limit, group.ranks
+            )
+            self._runtime_regions[group.index] = region
+        return region
+
+    def allocate_runtime(
+        self, group: Group, shape: tuple[int, ...], dtype: np.dtype, site: Site
+    ) -> Array:
+        """A zeroed array, symmetric in the group, outside the user's heap."""
         nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
         label = f"{site.operation} {site.signal}"
-        block = self._symmetric(self.runtime_region, nbytes, label, site)
+        block = self._symmetric(self.runtime_region(group), nbytes, label, site)
         strides = dlpack.row_major(shape, dtype.itemsize)
         array = Array(self, block, block.address, shape, strides, dtype)
         self._fill_zero(array)
@@ -393,11 +409,3 @@ class World(Group):
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
         return f"<tdx.World rank {self.rank} of {self.size}, {self.backend}{state}>"
-
-
-def _check_shape(shape: Any) -> tuple[int, ...]:
-    extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-    for n in extents:
-        if isinstance(n, (bool, np.bool_)) or not isinstance(n, (int, np.integer)) or n < 0:
-            raise InvalidArgument(f"shape {shape!r}: extents must be ints >= 0")
-    return tuple(int(n) for n in extents)

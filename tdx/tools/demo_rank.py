@@ -67,7 +67,7 @@ class GatedMlp:
         """This rank's rows of y for its rows of x; overwritten by the next call."""
         w_gate, w_up, w_down = self._weights
         gate, up = self.first(x, [w_gate, w_up])
-        silu_times_kernel[self._grid](gate, up, self._inner, self._inner.size, BLOCK=_BLOCK)
+        silu_times_kernel[self._grid](gate, up, self._inner, self._inner.size, _BLOCK, num_warps=8)
         return self.second(self._inner, w_down)
 
 

@@ -113,7 +113,7 @@ SIGNAL = {
     "notify-set": {"sm": r"st\.release\.sys\.global\.b32", "gf": r"global_store_dword v.*sc0 sc1"},
     "notify-add": {"sm": r"red\.release\.sys\.global\.add", "gf": r"global_atomic_add"},
     "notify-block-set": {
-        "sm": r"atom\.global\.sys\.release\.exch",
+        "sm": r"st\.release\.sys\.global\.b32",
         "gf": r"global_atomic_swap",
     },
     "notify-block-add": {

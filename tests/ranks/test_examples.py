@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tdx.tools.launcher import find_launcher
+from tests.aot.harness import Job, compile_jobs
 from tests.helpers.commands import ROOT, run_tdx, tdx_environment
 
 _EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -45,6 +46,26 @@ def test_example_under_tdx_run(path, ranks):
 @pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
 def test_example_under_bare_mpirun(path):
     checked(mpirun(2, str(path)), 2)
+
+
+def test_kernels_of_examples_compile_for_gpus():
+    """They run on the host tier above; here for GPUs that need not be there."""
+    data = dict.fromkeys(("x", "out", "gathered", "sums", "rows", "received"), "*fp32")
+    words = dict.fromkeys(("arrived", "value", "counts", "received_counts", "signals"), "*i32")
+    known = {**data, **words, "numel": "i32", "world": "world", "channel": "channel"}
+    kernels = (
+        ("02_own_kernel", "all_reduce_kernel", {"BLOCK": 1024}),
+        ("03_gather_with_progress", "push_kernel", {"CHUNKS": 4, "SIZE": 2048}),
+        ("03_gather_with_progress", "row_sums", {"CHUNKS": 4, "R": 8, "C": 256}),
+        ("05_low_latency_all_to_all", "all_to_all_kernel", {"MOST_ROWS": 16, "HIDDEN": 128}),
+    )
+    jobs = [
+        Job(f"examples.{file}", kernel, known | dict.fromkeys(constants, "constexpr"), constants, t)
+        for file, kernel, constants in kernels
+        for t in ("sm_90", "gfx942")
+    ]
+    for job, outcome in compile_jobs(jobs).items():
+        assert not outcome.error, f"{job.kernel} for {job.target}: {outcome.error}"
 
 
 def mpirun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:

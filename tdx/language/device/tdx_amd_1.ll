@@ -105,6 +105,9 @@ define i32 @tdx_zero(i32 %token) alwaysinline {
   ret i32 %zero
 }
 
+; Calls would need a stack, which the kernels do without.
+attributes #0 = { alwaysinline }
+
 ; ---- shared
 
 ; Is the awaited value there? %cmp 0: (seen - value) >= 0 as signed difference, 1: equal.
@@ -168,10 +171,19 @@ define i64 @tdx_patience(i32 %polls, i64 %start, i64 %address, i32 %value, i32 %
 entry:
   %low = and i32 %polls, 63
   %look = icmp eq i32 %low, 63
-  br i1 %look, label %fault, label %on
+  br i1 %look, label %slow, label %on
 on:
   ret i64 %start
-fault:
+slow:
+  %begun = call i64 @tdx_look(i64 %start, i64 %address, i32 %value, i32 %seen, i64 %control,
+                              i32 %team, i32 %peer, i32 %program)
+  ret i64 %begun
+}
+
+; The part of tdx_patience that runs once in 64 polls.
+define i64 @tdx_look(i64 %start, i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team,
+                     i32 %peer, i32 %program) alwaysinline {
+entry:
   %standing = call i64 @tdx_fault(i64 %control)
   %stands = icmp ne i64 %standing, 0
   br i1 %stands, label %give.up, label %clock
@@ -359,7 +371,22 @@ define i32 @tdx_settle_all(i32 %missing, i64 %base, i64 %stride, i32 %words, i32
                            i32 %program) alwaysinline {
 entry:
   %none = icmp eq i32 %missing, 0
-  br i1 %none, label %done, label %rank
+  br i1 %none, label %done, label %slow
+slow:
+  %settled = call i32 @tdx_settle_missing(i64 %base, i64 %stride, i32 %words, i32 %flag,
+                                          i32 %active, i32 %ranks, i64 %control, i32 %team,
+                                          i32 %program)
+  br label %done
+done:
+  %result = phi i32 [ 1, %entry ], [ %settled, %slow ]
+  ret i32 %result
+}
+
+; The part of tdx_settle_all that waits.
+define i32 @tdx_settle_missing(i64 %base, i64 %stride, i32 %words, i32 %flag, i32 %active,
+                               i32 %ranks, i64 %control, i32 %team, i32 %program) #0 {
+entry:
+  br label %rank
 rank:
   %p = phi i32 [ 0, %entry ], [ %p.next, %next ]
   %shifted = lshr i32 %active, %p
@@ -389,6 +416,6 @@ next:
   %more = icmp slt i32 %p.next, %ranks
   br i1 %more, label %rank, label %done
 done:
-  %result = phi i32 [ 1, %entry ], [ 0, %word ], [ 1, %next ]
+  %result = phi i32 [ 0, %word ], [ 1, %next ]
   ret i32 %result
 }

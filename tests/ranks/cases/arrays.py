@@ -102,8 +102,8 @@ def case_copies_between_layouts(world):
     data = np.arange(4 * 6 * 5, dtype=np.int16).reshape(4, 6, 5)
     target = world.zeros((4, 6, 5), "int16")
     sources = [
-        data, np.asfortranarray(data), data[::-1, :, ::-1], data.transpose(0, 2, 1).copy().transpose(0, 2, 1),
-        world.array(data), world.array(data, symmetric=False), world.array(data.T.copy()).T,
+        data, np.asfortranarray(data), data[::-1, :, ::-1],
+        np.copy(data.swapaxes(1, 2)).swapaxes(1, 2), world.array(data), world.array(data, symmetric=False), world.array(data.T.copy()).T,
         np.broadcast_to(data[:1], data.shape),
     ]  # fmt: skip
     for source in sources:

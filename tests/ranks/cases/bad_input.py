@@ -27,13 +27,14 @@ def case_shapes_and_dtypes(world):
         for symmetric in (True, False):
             with pytest.raises(InvalidArgument, match="shape"):
                 world.empty(shape, "float32", symmetric=symmetric)
-    for dtype in ("float31", "complex64", object, np.dtype("datetime64[s]"), "S4", None, [("a", int)]):
+    for dtype in ("float31", object, np.dtype("datetime64[s]"), "S4", None, [("a", int)]):
         with pytest.raises(DtypeError):
             world.zeros(4, dtype)
-    for source in (np.array([object()]), np.array(["text"]), np.zeros(3, np.complex64)):
+    for source in (np.array([object()]), np.array(["text"])):
         with pytest.raises(DtypeError):
             world.array(source)
-    assert world.array(np.zeros(3, ">i4")).dtype == np.int32
+    with pytest.raises(DtypeError, match="byte order"):
+        world.array(np.zeros(3, ">i4"))
     assert resources() == before
     world.barrier()
 
@@ -71,7 +72,7 @@ def case_views(world):
         with pytest.raises(InvalidArgument, match="integers, slices"):
             x[index]
     for shape in ((5,), (-1, -1), (4, -1), (2, -3), (2.0, 3), ("a",)):
-        with pytest.raises(InvalidArgument, match="shape|reshaped"):
+        with pytest.raises(InvalidArgument, match=r"shape|reshaped"):
             x.reshape(*shape)
     with pytest.raises(InvalidArgument, match="not contiguous"):
         x.T.reshape(6)
@@ -119,8 +120,8 @@ def case_arrays_of_another_world(comm, backend):
         second.barrier()
     for use in (
         lambda: second.empty(1, "int8"), second.barrier, second.check, second.synchronize,
-        lambda: second.team([0]), lambda: second.channel(1), lambda: second.on(second.stream).__enter__(),
-        second.new_stream, lambda: tdx.graph(second).__enter__(),
+        lambda: second.team([0]), lambda: second.channel(1), second.new_stream,
+        lambda: second.on(second.stream).__enter__(), lambda: tdx.graph(second).__enter__(),
     ):  # fmt: skip
         with pytest.raises(Closed, match=r"closed; call tdx.init"):
             use()

@@ -149,7 +149,7 @@ class _stderr:
     def __enter__(self):
         import tempfile
 
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115
+        self.file = tempfile.TemporaryFile()
         self.saved = os.dup(2)
         os.dup2(self.file.fileno(), 2)
         return self

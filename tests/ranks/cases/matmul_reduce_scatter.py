@@ -185,7 +185,7 @@ def case_bad_arguments(world):
 @worlds(2)
 def case_different_columns_are_found(world):
     x = world.zeros((4, 8), "float32")
-    y = world.zeros((8, 5 + world.rank), "float32", symmetric=False)
+    y = world.zeros((8, 70 + world.rank), "float32", symmetric=False)
     with pytest.raises(CollectiveMismatch) as mismatch:
         tdx.matmul_reduce_scatter(x, y)
     assert set(mismatch.value.calls) == {0, 1}

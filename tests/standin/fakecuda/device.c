@@ -20,8 +20,9 @@ CUresult cuInit(unsigned flags) {
 }
 
 CUresult cuDriverGetVersion(int *version) {
+    ENTER("cuDriverGetVersion");
     *version = fakecuda_version;
-    return CUDA_SUCCESS;
+    DONE(CUDA_SUCCESS);
 }
 
 CUresult cuDeviceGetCount(int *count) {

@@ -1,0 +1,224 @@
+"""The GPU of this rank: the driver library, its errors, the device and its primary context.
+
+With its neighbours cuda_*.py the only importer of cuda.bindings (12.9 and 13). One process
+drives one GPU, in its primary context, so that CuPy, JAX and PyTorch in the same process share
+memory and streams with us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tdx.runtime.driver.base import DeviceInfo
+from tdx.runtime.errors import DriverError, HeapExhausted, TdxError
+from tdx.runtime.undo import Undo
+
+try:
+    from cuda.bindings import driver as cu
+except ImportError as error:
+    raise DriverError(
+        "this machine shows an NVIDIA GPU, but the package cuda-bindings cannot be imported "
+        f'({error}): pip install "tdx-kernels[cuda13]" (driver 580 or later) or '
+        '"tdx-kernels[cuda12]"; or use backend="host"'
+    ) from error
+
+__all__ = ["CudaDevice", "call", "cu"]
+
+_Attribute = cu.CUdevice_attribute
+_OUT_OF_MEMORY = 2
+_NO_CONTEXT = (201, 709)  # none is current in the thread, or one that was destroyed
+_INSTALL = (
+    "install the NVIDIA driver, or pass it into the container (docker run --gpus all); or use "
+    'backend="host"'
+)
+_HINTS = {
+    "CUDA_ERROR_NO_DEVICE": "no GPU is visible; check CUDA_VISIBLE_DEVICES and the container",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver's library and its kernel module differ; "
+    "restart the machine or reload the module",
+    "CUDA_ERROR_NOT_PERMITTED": "no permission on the device; check /dev/nvidia* and the container",
+    "CUDA_ERROR_OPERATING_SYSTEM": "the system refused; check /dev/nvidia* and `ulimit -n`",
+    "CUDA_ERROR_NOT_INITIALIZED": "a forked process cannot use the GPU of its parent; start it "
+    "with the multiprocessing method 'spawn'",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "not possible while a graph is recorded",
+    "CUDA_ERROR_STREAM_CAPTURE_UNJOINED": "a stream that joined the recording must be waited for "
+    "by the recorded stream before the recording ends",
+}
+
+
+def call(what: str, verb: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+    """The value of a driver call; `what` says in messages what was tried.
+
+    Raises HeapExhausted when memory ran out, DriverError otherwise.
+    """
+    try:
+        result = verb(*args)
+    except RuntimeError as error:  # the library, or the verb in it, is not there
+        raise DriverError(f"{what}: {error}; {_INSTALL}") from error
+    code = int(result[0])
+    if code:
+        raise _failure(what, result[0])
+    if len(result) == 2:
+        return result[1]
+    return result[1:] if len(result) > 2 else None
+
+
+def _failure(what: str, code: Any) -> TdxError:
+    found = cu.cuGetErrorName(code)
+    name = found[1].decode() if not int(found[0]) and found[1] else f"error {int(code)}"
+    if int(code) == _OUT_OF_MEMORY:
+        return HeapExhausted(
+            f"{what}: out of device memory ({name}); free arrays, or keep other users of the GPU "
+            "from taking all of it (XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX)"
+        )
+    hint = _HINTS.get(name)
+    return DriverError(f"{what}: {name}" + (f"; {hint}" if hint else ""))
+
+
+class CudaDevice:
+    """Opens the device; base of the driver.
+
+    `_teardown` holds how to give back what was opened, for `close` and for a failing start.
+    """
+
+    info: DeviceInfo
+
+    def __init__(self, local_rank: int, local_size: int):
+        self._process = os.getpid()
+        self._teardown = Undo()
+        count = _start()
+        index = local_rank % count
+        self._device = call(f"opening GPU {index}", cu.cuDeviceGet, index)
+        self.info = self._describe(index)
+        self._require(index)
+        if local_size <= count:
+            self._require_peers(index, local_size)
+        before = call("asking for the context", cu.cuCtxGetCurrent)
+        self._context = call(
+            f"opening the context of GPU {index}", cu.cuDevicePrimaryCtxRetain, self._device
+        )
+        self._teardown.add(
+            call, "closing the context", cu.cuDevicePrimaryCtxRelease, self._device
+        )
+        self.bind_thread()
+        self._teardown.add(self._unbind, before)
+
+    def bind_thread(self) -> None:
+        """Make the GPU current in the calling thread."""
+        call("using the context", cu.cuCtxSetCurrent, self._context)
+
+    def _unbind(self, before: Any) -> None:
+        """Leave the calling thread with the context it had when the driver was opened."""
+        current = call("asking for the context", cu.cuCtxGetCurrent)
+        if int(current) == int(self._context):
+            with contextlib.suppress(TdxError):  # that one may be gone
+                call("leaving the context", cu.cuCtxSetCurrent, before)
+
+    def _call(self, what: str, verb: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+        """As `call`, in a thread that may never have used the GPU: finalizers run anywhere."""
+        try:
+            result = verb(*args)
+        except RuntimeError as error:
+            raise DriverError(f"{what}: {error}; {_INSTALL}") from error
+        code = int(result[0])
+        if code:
+            if code not in _NO_CONTEXT:
+                raise _failure(what, result[0])
+            self.bind_thread()
+            return call(what, verb, *args)
+        if len(result) == 2:
+            return result[1]
+        return result[1:] if len(result) > 2 else None
+
+    def _forked(self) -> bool:
+        """Whether this is a forked copy of the process, which cannot use the GPU."""
+        return os.getpid() != self._process
+
+    def _attribute(self, which: Any) -> int:
+        return int(call("asking the GPU", cu.cuDeviceGetAttribute, which, self._device))
+
+    def _describe(self, index: int) -> DeviceInfo:
+        major = self._attribute(_Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = self._attribute(_Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        name = call("asking the GPU's name", cu.cuDeviceGetName, 128, self._device)
+        # the second version, the only one from CUDA 13 on, tells parts of a divided GPU apart
+        identify = getattr(cu, "cuDeviceGetUuid_v2", None) or cu.cuDeviceGetUuid
+        uuid = call("asking the GPU's identity", identify, self._device)
+        memory = call("asking the GPU's memory", cu.cuDeviceTotalMem, self._device)
+        return DeviceInfo(
+            backend="cuda",
+            index=index,
+            name=name.split(b"\0")[0].decode(),
+            arch=f"sm_{major}{minor}",
+            multiprocessors=self._attribute(_Attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+            memory_bytes=int(memory),
+            dlpack_type=2,
+            identity=bytes(uuid.bytes).hex(),
+        )
+
+    def _require(self, index: int) -> None:
+        for which, what in (
+            (
+                _Attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+                "virtual memory management",
+            ),
+            (
+                _Attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+                "memory export by file descriptor",
+            ),
+            (_Attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, "memory pools"),
+        ):
+            if not self._attribute(which):
+                raise DriverError(f"GPU {index} ({self.info.name}) has no {what}, which tdx needs")
+
+    def _require_peers(self, index: int, local_size: int) -> None:
+        """The GPUs of all ranks of the host must reach each other's memory."""
+        for other in range(local_size):
+            if other == index:
+                continue
+            peer = call(f"opening GPU {other}", cu.cuDeviceGet, other)
+            if not call("asking for a link", cu.cuDeviceCanAccessPeer, self._device, peer):
+                raise DriverError(
+                    f"GPU {index} cannot reach the memory of GPU {other} ({self.info.name}): tdx "
+                    "needs NVLink or peer access over PCIe; see `nvidia-smi topo -p2p r`, and "
+                    "choose GPUs that reach each other with CUDA_VISIBLE_DEVICES"
+                )
+
+
+def _start() -> int:
+    """Start the driver library; the number of visible GPUs, at least 1."""
+    try:
+        code = cu.cuInit(0)
+    except RuntimeError as error:
+        raise DriverError(f"the CUDA driver library cannot be loaded: {error}; {_INSTALL}") from error
+    if int(code[0]):
+        failure = _failure("starting the CUDA driver", code[0])
+        closed = _closed_nodes()
+        raise DriverError(
+            f"{failure}" + (f"; user {os.getuid()} may not open {', '.join(closed)}" if closed else "")
+        )
+    version = int(call("asking the driver's version", cu.cuDriverGetVersion))
+    needed = int(cu.CUDA_VERSION)
+    if version // 1000 < needed // 1000:
+        raise DriverError(
+            f"the NVIDIA driver is for CUDA {_release(version)}, older than the installed "
+            f"cuda-bindings for CUDA {_release(needed)}: update the driver, or "
+            f'pip install "tdx-kernels[cuda{version // 1000}]"'
+        )
+    count = int(call("counting GPUs", cu.cuDeviceGetCount))
+    if not count:
+        raise DriverError(f"the CUDA driver shows {_HINTS['CUDA_ERROR_NO_DEVICE']}")
+    return count
+
+
+def _release(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _closed_nodes() -> list[str]:
+    """Device nodes that exist, but not for this user."""
+    nodes = [*sorted(glob.glob("/dev/nvidia[0-9]*")), "/dev/nvidiactl", "/dev/nvidia-uvm"]
+    return [n for n in nodes if os.path.exists(n) and not os.access(n, os.R_OK | os.W_OK)]

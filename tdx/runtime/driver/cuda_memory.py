@@ -1,0 +1,251 @@
+"""Memory of the CUDA driver: the symmetric window's mappings, local memory, copies."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections import deque
+from typing import Any
+
+from tdx.runtime.driver.cuda_device import CudaDevice, call, cu
+from tdx.runtime.driver.cuda_staging import LARGE, Staging
+from tdx.runtime.errors import HeapExhausted, InvalidArgument, TdxError
+
+__all__ = ["CudaMemory"]
+
+_FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_DEVICE = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+_PINNED = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+_KEEP_ALL = 2**63  # bytes a pool keeps for its next allocations
+
+
+class CudaMemory(CudaDevice):
+    """The verbs of memory. Needs `_streams`, `_recording` and `capturing` of the driver."""
+
+    _streams: set[int]
+    _recording: int  # the stream that a graph of ours records; 0: none
+
+    def __init__(self, local_rank: int, local_size: int):
+        super().__init__(local_rank, local_size)
+        self._property = cu.CUmemAllocationProp()
+        self._property.type = _PINNED
+        self._property.location.type = _DEVICE
+        self._property.location.id = self.info.index
+        self._property.requestedHandleTypes = _FD
+        self._access = cu.CUmemAccessDesc()
+        self._access.location.type = _DEVICE
+        self._access.location.id = self.info.index
+        self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._staging = Staging(self)
+        self._reserved: set[int] = set()
+        self._allocated: set[int] = set()
+        # memory that cannot be returned yet, with the stream of its last use
+        self._late: deque[tuple[int, int]] = deque()
+
+    def _open_pool(self) -> None:
+        """A pool of our own: how much it keeps is no other library's business."""
+        properties = cu.CUmemPoolProps()
+        properties.allocType = _PINNED
+        properties.location.type = _DEVICE
+        properties.location.id = self.info.index
+        self._pool = call("making the memory pool", cu.cuMemPoolCreate, properties)
+        self._teardown.add(call, "closing the memory pool", cu.cuMemPoolDestroy, self._pool)
+        threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        call(
+            "setting up the memory pool",
+            cu.cuMemPoolSetAttribute, self._pool, threshold, cu.cuuint64_t(_KEEP_ALL),
+        )  # fmt: skip
+
+    def capturing(self, stream: int) -> bool:
+        raise NotImplementedError
+
+    def stream_synchronize(self, stream: int) -> None:
+        raise NotImplementedError
+
+    def _refuse_recorded(self, what: str, stream: int) -> None:
+        """What waits for the device cannot be part of a graph."""
+        if self._recording and self.capturing(stream):
+            raise InvalidArgument(
+                f"{what} is not possible while a graph is recorded: do it before or after the "
+                "`with tdx.graph(...)` block"
+            )
+
+    # ---- virtual memory: the symmetric window
+    def granularity(self) -> int:
+        option = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(
+            call("asking for page sizes", cu.cuMemGetAllocationGranularity, self._property, option)
+        )
+
+    def default_stride(self) -> int:
+        return max(1 << 33, 2 << (self.info.memory_bytes - 1).bit_length())
+
+    def mem_create(self, nbytes: int) -> int:
+        args = (f"allocating {nbytes} bytes for the heap", cu.cuMemCreate, nbytes, self._property)
+        try:
+            return int(call(*args, 0))
+        except HeapExhausted:
+            self._make_room()
+        try:
+            return int(call(*args, 0))
+        except HeapExhausted as error:
+            free, total = self._call("asking for free memory", cu.cuMemGetInfo)
+            raise HeapExhausted(
+                f"heap: {nbytes} bytes of device memory cannot be had, {free} of {total} are "
+                "free; pass a smaller heap_bytes= to tdx.init, or keep other users of the GPU "
+                "from taking all of it (XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX)"
+            ) from error
+
+    def mem_export(self, handle: int) -> int:
+        return int(call("exporting memory", cu.cuMemExportToShareableHandle, handle, _FD, 0))
+
+    def mem_import(self, fd: int, nbytes: int) -> int:
+        what = (
+            "importing a rank's memory (all ranks must see the GPUs of all: no "
+            "CUDA_VISIBLE_DEVICES of one GPU per rank)"
+        )
+        return int(call(what, cu.cuMemImportFromShareableHandle, fd, _FD))
+
+    def mem_release(self, handle: int) -> None:
+        call("releasing memory", cu.cuMemRelease, handle)
+
+    def addr_reserve(self, nbytes: int) -> int:
+        what = f"reserving {nbytes} bytes of addresses"
+        address = int(call(what, cu.cuMemAddressReserve, nbytes, self.granularity(), 0, 0))
+        self._reserved.add(address)
+        return address
+
+    def addr_free(self, address: int, nbytes: int) -> None:
+        self._reserved.discard(address)
+        try:
+            call("giving addresses back", cu.cuMemAddressFree, address, nbytes)
+        finally:
+            self._last_gone()
+
+    def mem_map(self, address: int, nbytes: int, handle: int) -> None:
+        call("mapping memory", cu.cuMemMap, address, nbytes, 0, handle, 0)
+        try:
+            # a peer's memory needs access rights for the own device just as the own does
+            what = (
+                "gaining access to a rank's memory (GPUs that cannot reach each other? see "
+                "`nvidia-smi topo -p2p r`)"
+            )
+            call(what, cu.cuMemSetAccess, address, nbytes, [self._access], 1)
+        except BaseException:
+            with contextlib.suppress(TdxError):
+                self.mem_unmap(address, nbytes)
+            raise
+
+    def mem_unmap(self, address: int, nbytes: int) -> None:
+        call("unmapping memory", cu.cuMemUnmap, address, nbytes)
+
+    # ---- local memory
+    def alloc(self, nbytes: int, stream: int) -> int:
+        recorded = bool(self._recording)  # memory must not become part of a graph that is recorded
+        taker = self._side if recorded else stream
+        args = (f"allocating {nbytes} bytes", cu.cuMemAllocFromPoolAsync, nbytes, self._pool, taker)
+        try:
+            address = int(self._call(*args))
+        except HeapExhausted:
+            self._make_room()
+            address = int(self._call(*args))
+        self._allocated.add(address)
+        if recorded:
+            self._call("waiting for memory", cu.cuStreamSynchronize, self._side)
+        return address
+
+    def free(self, address: int, stream: int) -> None:
+        """Return the memory in stream order where the stream is ours, else when all is idle.
+
+        A foreign stream may be gone when a finalizer comes here.
+        """
+        if self._forked():
+            return
+        if not self._try_free(address, stream, idle=self._closed):
+            self._late.append((address, stream))
+        self._last_gone()
+
+    def _try_free(self, address: int, stream: int, idle: bool) -> bool:
+        """Give memory back if it can be now; `idle`: no stream of the device has work."""
+        ours = stream in self._streams
+        if self._recording or not (ours or idle) or (ours and self.capturing(stream)):
+            return False
+        self._call("freeing memory", cu.cuMemFreeAsync, address, stream if ours else 0)
+        self._allocated.discard(address)
+        return True
+
+    def _return_late(self, idle: bool) -> None:
+        for _ in range(len(self._late)):
+            with contextlib.suppress(IndexError):  # a finalizer may get there first
+                address, stream = self._late.popleft()
+                if not self._try_free(address, stream, idle):
+                    self._late.append((address, stream))
+
+    def _make_room(self) -> None:
+        """Return to the device all memory that is not in use."""
+        if not self._recording:
+            self._call("waiting for the GPU", cu.cuCtxSynchronize)
+            self._return_late(idle=True)
+            self._call("trimming the memory pool", cu.cuMemPoolTrimTo, self._pool, 0)
+
+    def _last_gone(self) -> None:
+        """After `close`, the last memory that somebody still held takes the context with it."""
+        if self._closed and not (self._allocated or self._reserved):
+            failures = self._teardown.rollback()
+            if failures:
+                raise failures[0]
+
+    def host_alloc(self, nbytes: int) -> int:
+        flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
+        address = int(self._call(f"pinning {nbytes} bytes", cu.cuMemHostAlloc, nbytes, flags))
+        ctypes.memset(address, 0, nbytes)
+        return address
+
+    def host_free(self, address: int) -> None:
+        self._call("freeing pinned memory", cu.cuMemFreeHost, address)
+
+    # ---- copies
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._call("copying", cu.cuMemcpyAsync, dst, src, nbytes, stream)
+
+    def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._refuse_recorded("copying from the host", stream)
+        if nbytes >= LARGE:
+            self._staging.copy_in(dst, src, nbytes, stream, self._copy_in)
+        else:
+            self._copy_in(dst, src, nbytes, stream)
+        self.stream_synchronize(stream)
+
+    def copy_out(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._refuse_recorded("copying to the host", stream)
+        if nbytes >= LARGE:
+            self._staging.copy_out(dst, src, nbytes, stream, self._copy_out)
+        else:
+            self._copy_out(dst, src, nbytes, stream)
+        self.stream_synchronize(stream)
+
+    def _copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._call("copying to the GPU", cu.cuMemcpyHtoDAsync, dst, src, nbytes, stream)
+
+    def _copy_out(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._call("copying from the GPU", cu.cuMemcpyDtoHAsync, dst, src, nbytes, stream)
+
+    def copy_2d(
+        self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
+    ) -> None:
+        if min(dst_pitch, src_pitch) < width:  # backwards or overlapping rows: one by one
+            for row in range(rows):
+                self.copy(dst + row * dst_pitch, src + row * src_pitch, width, stream)
+            return
+        piece = cu.CUDA_MEMCPY2D()
+        piece.srcMemoryType = piece.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        piece.srcDevice, piece.srcPitch = src, src_pitch
+        piece.dstDevice, piece.dstPitch = dst, dst_pitch
+        piece.WidthInBytes, piece.Height = width, rows
+        self._call("copying rows", cu.cuMemcpy2DAsync, piece, stream)
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
+        self._call("filling memory", cu.cuMemsetD8Async, dst, value, nbytes, stream)
+
+    _side: Any
+    _closed: bool
