@@ -27,52 +27,52 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.operand import elements, operand, words_of
-from tdx.kernels.plan import Call, Plan, cached, world_of
-from tdx.kernels.select import block_elements
+from tdx.kernels.call import Call
+from tdx.kernels.copying import copy_share
+from tdx.kernels.operand import Operand, byte_units, elements
+from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.select import block_bytes, constants
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
+from tdx.runtime.faults import Pointer
 from tdx.runtime.group import Group
 from tdx.runtime.stream import order
 from tdx.runtime.world import World
 
 __all__ = ["AllGather", "Gathering", "all_gather"]
 
+_SLOT_BYTES = 128  # slots are multiples of this: of any unit of `byte_units`
 
-@triton.jit(do_not_specialize=["words"])
-def pull_kernel(x, out, slots, channel, world, words, BLOCK: tl.constexpr):
-    """Stage the own `words` words, meet, and copy everybody's slot to `out`."""
-    first = tl.program_id(0) * BLOCK
-    step = tl.num_programs(0) * BLOCK
+
+@triton.jit(do_not_specialize=["units", "slot_units"])
+def pull_kernel(
+    x, out, slots, channel, world, units, slot_units, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Stage the own `units` * UNIT words, meet, and copy everybody's slot to `out`.
+
+    Block b reads what block b of each peer has staged: the same bytes, whatever their words.
+    """
+    index = tl.program_id(0)
+    parts = tl.num_programs(0)
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
-    slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * words
-    for start in range(first, words, step):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        mask = offsets < words
-        tl.store(slot + offsets, tl.load(x + offsets, mask=mask), mask=mask)
+    words = units * UNIT
+    slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * slot_units * UNIT
+    copy_share(slot, x, words, index, parts, BLOCK)
     ok = tdl.barrier(channel, world)
-    for hop in range(0, ranks):
-        peer = (me + hop) % ranks
-        theirs = tdl.symm_at(slot, peer, world)
-        to = out + tl.cast(peer, tl.int64) * words
-        for start in range(first, words, step):
-            offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-            mask = (offsets < words) & ok
-            tl.store(to + offsets, tl.load(theirs + offsets, mask=mask), mask=mask)
+    if ok:
+        for hop in range(0, ranks):
+            peer = (me + hop) % ranks
+            to = out + tl.cast(peer, tl.int64) * units * UNIT
+            copy_share(to, tdl.symm_at(slot, peer, world), words, index, parts, BLOCK)
 
 
-@triton.jit(do_not_specialize=["words", "chunks"])
-def enter_kernel(x, gathered, progress, credit, epoch, world, words, chunks, BLOCK: tl.constexpr):
-    """Begin a call: own part in place, own signals set, credit for this call to every peer."""
+@triton.jit(do_not_specialize=["chunks"])
+def enter_kernel(progress, credit, epoch, world, chunks):
+    """Begin a call, the own part being in place: own signals, and credit to every peer."""
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     number = tl.load(epoch) + 1
-    own = gathered + me.to(tl.int64) * words
-    for start in range(0, words, BLOCK):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        mask = offsets < words
-        tl.store(own + offsets, tl.load(x + offsets, mask=mask), mask=mask)
     for chunk in range(0, chunks):
         tdl.notify(progress + me * chunks + chunk, me, world, number)
     for hop in range(1, ranks):
@@ -80,25 +80,26 @@ def enter_kernel(x, gathered, progress, credit, epoch, world, words, chunks, BLO
     tl.store(epoch, number)
 
 
-@triton.jit(do_not_specialize=["words", "chunk_words", "chunks"])
+@triton.jit(do_not_specialize=["units", "chunk_units", "chunks"])
 def push_kernel(
-    gathered, progress, credit, epoch, world, words, chunk_words, chunks, BLOCK: tl.constexpr
-):
-    """Program k pushes the own part to peer me - 1 - k, chunk by chunk, once it gives credit."""
+    gathered, progress, credit, epoch, world, units, chunk_units, chunks,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push the own part to the peers, chunk by chunk; a peer's chunks are shared by programs."""
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     number = tl.load(epoch)
-    peer = (me + ranks - 1 - tl.program_id(0)) % ranks
-    own = gathered + me.to(tl.int64) * words
+    peers = ranks - 1
+    peer = (me + peers - tl.program_id(0) % peers) % ranks
+    own = gathered + me.to(tl.int64) * units * UNIT
     theirs = tdl.symm_at(own, peer, world)
     ok = tdl.wait(credit + peer, world, number, peer=peer)
-    for chunk in range(0, chunks):
-        begin = tl.cast(chunk, tl.int64) * chunk_words
-        end = tl.minimum(begin + chunk_words, words.to(tl.int64))
-        for start in range(begin, end, BLOCK):
-            offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-            mask = (offsets < end) & ok
-            tl.store(theirs + offsets, tl.load(own + offsets, mask=mask), mask=mask)
+    for chunk in range(tl.program_id(0) // peers, chunks, tl.num_programs(0) // peers):
+        begin = tl.cast(chunk, tl.int64) * chunk_units
+        end = tl.minimum(begin + chunk_units, units.to(tl.int64))
+        if ok:
+            words = (end - begin) * UNIT
+            copy_share(theirs + begin * UNIT, own + begin * UNIT, words, 0, 1, BLOCK)
         tdl.notify(progress + me * chunks + chunk, peer, world, number, when=ok)
 
 
@@ -115,45 +116,53 @@ class Gathering:
         (1,) int32: the number of the current call, on the device.
     chunk_rows : int
         Rows of a chunk along the first axis of `shape`; the last chunk may be shorter.
+    blocks : int
+        Blocks of the kernel that pushes; they must be resident beside the consumer.
     """
 
-    def __init__(self, plan: Plan, shape: tuple[int, ...], dtype: np.dtype, chunks: int):
-        rows = shape[0] if shape else 1
-        self.chunk_rows = max(1, -(-rows // chunks))
+    def __init__(
+        self, plan: Plan, shape: tuple[int, ...], dtype: np.dtype, chunks: int, multiple: int = 1
+    ):
+        """About `chunks` chunks, of rows that are a multiple of `multiple`."""
+        rows = shape[0]
+        self.chunk_rows = max(1, -(-rows // (chunks * multiple))) * multiple
         self.chunks = max(1, -(-rows // self.chunk_rows))
         self._plan = plan
-        self._shape, self._dtype = shape, dtype
         size = plan.group.size
         self.buffer = plan.workspace("gathered", (size, *shape), dtype)
         self.progress = plan.workspace("progress", (size * self.chunks,), np.int32)
         self._credit = plan.workspace("credit", (size,), np.int32)
         self.epoch = plan.world.zeros((1,), np.int32, symmetric=False)
         self._side = plan.world.new_stream(priority=-1)
-        self._block = block_elements(plan.world.backend, elements(shape))
+        self._nbytes = elements(shape) * dtype.itemsize
+        chunk_bytes = self.chunk_rows * elements(shape[1:]) * dtype.itemsize
+        word, self._unit = byte_units(self._nbytes, chunk_bytes)
+        width = np.dtype(word).itemsize
+        self._words = Pointer(self.buffer._address, np.dtype(word), self.buffer)
+        self._units = self._nbytes // (width * self._unit)
+        self._chunk_units = chunk_bytes // (width * self._unit)
+        self._block = block_bytes(plan.world.backend, self._nbytes) // width
+        most = constants(plan.world.backend).push_blocks // max(1, size - 1)
+        self.blocks = (size - 1) * max(1, min(self.chunks, most))
 
-    def start(self, x: Any, stream: int) -> None:
-        """Queue the gathering of operand `x`; consumers queued on `stream` may follow at once."""
+    def start(self, x: Operand, stream: int) -> None:
+        """Queue the gathering of contiguous `x`; consumers queued on `stream` may follow at once.
+
+        The previous call must have been joined.
+        """
         plan = self._plan
         driver = plan.world.driver
-        chunk_bytes = self.chunk_rows * elements(self._shape[1:]) * self._dtype.itemsize
-        # words must not straddle chunks: a word of a chunk's size divides the array's too
-        words, source, target = words_of(x, operand(plan.world, self.buffer, "buffer"))
-        width = source.dtype.itemsize
-        if chunk_bytes % width:
-            width = int(np.gcd(chunk_bytes, width))
-            words = words * source.dtype.itemsize // width
-            source, target = source.cast(f"i{width}"), target.cast(f"i{width}")
-        world = plan.group.handle
-        plan.launch(
-            enter_kernel, 1, stream, source, target, self.progress, self._credit, self.epoch,
-            world, words, self.chunks, BLOCK=self._block,
-        )  # fmt: skip
+        if self._nbytes:
+            own = self.buffer._address + plan.group.rank * self._nbytes
+            driver.copy(own, x.pointer.data_ptr(), self._nbytes, stream)
+        signals = (self.progress, self._credit, self.epoch, plan.group.handle)
+        plan.launch(enter_kernel, 1, stream, *signals, self.chunks, num_warps=1)
         if plan.group.size > 1:
             order(driver, stream, self._side.handle)
             plan.launch(
-                push_kernel, plan.group.size - 1, self._side.handle, target, self.progress,
-                self._credit, self.epoch, world, words, chunk_bytes // width, self.chunks,
-                BLOCK=self._block,
+                push_kernel, self.blocks, self._side.handle, self._words, *signals, self._units,
+                self._chunk_units, self.chunks,
+                UNIT=self._unit, BLOCK=self._block, num_warps=8,
             )  # fmt: skip
 
     def join(self, stream: int) -> None:
@@ -176,6 +185,8 @@ class AllGather(Plan):
     chunks_per_rank : int
         With progress: signals per rank.
     team : Team, optional
+    buffer : bool
+        Whether the plan has a result buffer, for calls without `out`.
 
     With progress the plan has the attributes of Gathering: `progress`, `epoch`, `chunk_rows`,
     `chunks`; consumers wait for `tl.load(epoch)`.
@@ -194,11 +205,10 @@ class AllGather(Plan):
         progress: bool = False,
         chunks_per_rank: int = 1,
         team: Group | None = None,
+        buffer: bool = True,
     ):
-        self.shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        self._with_progress, self._chunks = progress, chunks_per_rank
-
-        def check() -> None:
+        with self.agreement(world, team) as shared:
+            self.shape = plain_shape(shape)
             self.dtype = dtypes.resolve(dtype)
             if not self.shape:
                 raise InvalidArgument("all_gather: the input needs at least one axis, got shape ()")
@@ -206,28 +216,32 @@ class AllGather(Plan):
                 raise InvalidArgument(f"chunks_per_rank must be an int >= 1, got {chunks_per_rank}")
             if chunks_per_rank > 1 and not progress:
                 raise InvalidArgument("chunks_per_rank is for progress=True")
+            self.out_shape = (self.group.size * self.shape[0], *self.shape[1:])
+            self.gathering: Gathering | None = None
+            shared.update(
+                shape=self.shape, dtype=self.dtype, progress=progress,
+                chunks_per_rank=chunks_per_rank,
+            )  # fmt: skip
+        with self.preparation():
+            if progress:
+                self._build_progress(chunks_per_rank)
+            else:
+                self._build_pull(buffer)
 
-        call = (
-            f"all_gather(shape={self.shape}, dtype={dtype}, progress={progress}, "
-            f"chunks_per_rank={chunks_per_rank})"
-        )
-        super().__init__(world, call, team, check)
+    def _build_progress(self, chunks: int) -> None:
+        gathering = Gathering(self, self.shape, self.dtype, chunks)
+        self.progress, self.epoch = gathering.progress, gathering.epoch
+        self.chunks, self.chunk_rows = gathering.chunks, gathering.chunk_rows
+        self.gathering = gathering
 
-    def _build(self) -> None:
-        self.out_shape = (self.group.size * self.shape[0], *self.shape[1:])
-        nbytes = elements(self.shape) * self.dtype.itemsize
-        if self._with_progress:
-            self.gathering = Gathering(self, self.shape, self.dtype, self._chunks)
-            self.progress = self.gathering.progress
-            self.epoch = self.gathering.epoch
-            self.chunk_rows = self.gathering.chunk_rows
-            self.chunks = self.gathering.chunks
-            return
-        self._block = block_elements(self.world.backend, nbytes)
-        self._blocks = self.blocks_for(-(-nbytes // self._block))
+    def _build_pull(self, buffer: bool) -> None:
+        self._nbytes = elements(self.shape) * self.dtype.itemsize
+        self._block_bytes = block_bytes(self.world.backend, self._nbytes)
+        self._blocks = self.blocks_for(-(-self._nbytes // self._block_bytes))
         self._channel = self.channel(self._blocks)
-        self._slots = self.workspace("slots", (2 * max(1, nbytes),), np.uint8)
-        self._out = self.local(self.out_shape, self.dtype)
+        self._slot_bytes = max(1, -(-self._nbytes // _SLOT_BYTES)) * _SLOT_BYTES
+        self._slots = self.workspace("slots", (2 * self._slot_bytes,), np.uint8)
+        self._out = self.result_buffer(self.out_shape, self.dtype, buffer)
 
     def __call__(self, x: Any, out: Any = None, stream: Any = None) -> Any:
         """Queue the all-gather of `x`.
@@ -236,29 +250,38 @@ class AllGather(Plan):
         gathered buffer, a symmetric array. The buffer is overwritten by the next call.
         """
         op = self.input(x, self.shape, self.dtype)
-        if self._with_progress:
+        gathering = self.gathering
+        if gathering is not None:
             if out is not None:
                 raise InvalidArgument("all_gather: out= is not for plans with progress=True")
             handle = self.begin(stream, op)
-            self.gathering.join(handle)
-            self.gathering.start(op, handle)
-            return self.gathering.buffer.reshape(self.out_shape)
+            gathering.join(handle)
+            gathering.start(op, handle)
+            return gathering.buffer.reshape(self.out_shape)
         to = self.output(out, self._out, self.out_shape, self.dtype)
         handle = self.begin(stream, op, to)
-        if elements(self.shape):
-            slots = operand(self.world, self._slots, "slots")
-            words, source, target, staging = words_of(op, to, slots)
-            self.launch(
-                pull_kernel, self._blocks, handle, source, target, staging, self._channel,
-                self.group.handle, words, BLOCK=self._block,
-            )  # fmt: skip
+        if self._nbytes:
+            self._launch(handle, op, to)
         return self._out if out is None else out
+
+    def _launch(self, stream: int, op: Operand, to: Operand) -> None:
+        word, unit = byte_units(self._nbytes, op.pointer.data_ptr(), to.pointer.data_ptr())
+        width = np.dtype(word).itemsize
+        slots = Pointer(self._slots._address, np.dtype(word), self._slots)
+        self.launch(
+            pull_kernel, self._blocks, stream, op.pointer.cast(word), to.pointer.cast(word), slots,
+            self._channel, self.group.handle, self._nbytes // (width * unit),
+            self._slot_bytes // (width * unit), UNIT=unit, BLOCK=self._block_bytes // width,
+            num_warps=8,
+        )  # fmt: skip
 
     def join(self, stream: Any = None) -> None:
         """With progress: later work of `stream` waits until the own part was pushed to all.
 
         Needed before the end of a graph's recording; the next call does it by itself.
         """
+        if self.gathering is None:
+            raise InvalidArgument("all_gather: join is for plans with progress=True")
         self.gathering.join(self.begin_stream(stream))
 
 
@@ -273,26 +296,16 @@ def all_gather(x: Any, out: Any = None, team: Group | None = None, stream: Any =
         (size * n, ...).
     team : Team, optional
     stream : optional
-        None: the world's current stream.
+        None: the world's current stream for a tdx array, else the caller's.
 
     Returns the result in the caller's own framework, fresh unless `out` is given.
 
     Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted, and a pending fault.
     """
-    world = world_of(x)
-    group = world.group(team)
-    call = Call(world, group, x, "all_gather")
-    with call.posting_refusals():
-        source = call.readable(x)
-        like = operand(world, source, "x")
-        plan = cached(
-            world,
-            group,
-            ("all_gather", like.shape, like.dtype),
-            lambda: AllGather(world, like.shape, like.dtype, team=team),
-        )
-        target = call.result(plan.out_shape, plan.dtype) if out is None else out
-        plan(source, target, stream=stream)
+    call = Call("all_gather", x, out, team=team, stream=stream)
+    with call.checks():
+        source = call.operand(x, "x")
+        plan = call.plan(AllGather, source.shape, source.dtype)
+        target = call.target(out, plan.out_shape, plan.dtype)
+        plan(source, target, stream=call.stream)
     return call.finish(target)
-
-

@@ -27,21 +27,26 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.all_gather import Gathering
+from tdx.kernels.call import Call
 from tdx.kernels.matmul import (
     Config,
     Epilogue,
     blocks_for,
     check_bias,
+    check_fused,
     check_product,
     choose,
     grouped_tile,
+    known,
+    known_strides,
     no_scales,
     store_tile,
-    tile_constants,
     tile_product,
 )
-from tdx.kernels.operand import Operand, operand
-from tdx.kernels.plan import Call, Plan, cached, world_of
+from tdx.kernels.operand import Operand, elements, operand
+from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.select import constants
+from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
@@ -58,15 +63,18 @@ def consume_kernel(
     rows, columns, depth, chunk_rows, chunks, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    TRACE: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, EVEN: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Each block takes its share of every chunk's tiles, chunks in order of arrival."""
+    columns = known(columns, EVEN)
+    depth = known(depth, EVEN)
+    stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
     me = tdl.rank(world)
     number = tl.load(epoch)
     units = tdl.num_ranks(world) * chunks
     tiles_n = tl.cdiv(columns, BN)
     done = tdl.nothing_done()
-    for turn in range(0, units):
+    for _ in range(0, units):
         unit, done, ok = tdl.wait_any(progress, units, world, number, done, first=me * chunks)
         arrived = 0
         if TRACE:
@@ -120,12 +128,14 @@ class AllGatherMatmul(Plan):
     activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
     out_dtype, optional
     allow_tf32 : bool
-    chunks_per_rank : int
+    chunks_per_rank : int, optional
         Signals per rank: finer chunks start earlier and cost more signals.
     trace : bool
         Record how much had arrived when each tile was computed; see `overlap`.
     config : Config, optional
     team : Team, optional
+    buffer : bool
+        Whether the plan has result buffers, for calls without `out`.
 
     Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted.
     """
@@ -143,65 +153,64 @@ class AllGatherMatmul(Plan):
         activation: str | None = None,
         out_dtype: Any = None,
         allow_tf32: bool = False,
-        chunks_per_rank: int = 1,
+        chunks_per_rank: int | None = None,
         trace: bool = False,
         config: Config | None = None,
         team: Group | None = None,
+        buffer: bool = True,
     ):
-        self.shape_a = tuple(shape_a)
-        self._single = not shape_b or isinstance(shape_b[0], int)
-        self.shapes_b = [tuple(shape_b)] if self._single else [tuple(s) for s in shape_b]
-        self._chunks, self._traced = chunks_per_rank, trace
-
-        def check() -> None:
+        with self.agreement(world, team) as shared:
+            self.shape_a = plain_shape(shape_a)
+            self._single = not shape_b or hasattr(shape_b[0], "__index__")
+            self.shapes_b = [plain_shape(s) for s in ([shape_b] if self._single else shape_b)]
+            self.dtype = dtypes.resolve(dtype)
             self.epilogue = Epilogue.make(dtype, bias, activation, out_dtype, allow_tf32)
-            if len(self.shape_a) < 2:
-                raise InvalidArgument(f"a needs 2 or more axes (m, ..., K), got {self.shape_a}")
-            for shape in self.shapes_b:
-                if len(shape) != 2 or shape[0] != self.shape_a[-1]:
-                    raise InvalidArgument(
-                        f"b of shape {shape} does not fit a of shape {self.shape_a}: "
-                        f"expected ({self.shape_a[-1]}, N)"
-                    )
-            units = world.group(team).size * chunks_per_rank
-            if chunks_per_rank < 1 or units > tdl.MAX_WAIT_ANY:
+            if chunks_per_rank is None:
+                chunks_per_rank = constants(world.backend).chunks_per_rank
+            self._check(chunks_per_rank)
+            *lead, self._depth = self.shape_a
+            self._rows = elements(lead)
+            widest = max(n for _, n in self.shapes_b)
+            self.config = config or choose(
+                world.backend, self._rows, widest, self._depth, self.dtype
+            )
+            self._traced = trace
+            shared.update(
+                a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype,
+                chunks_per_rank=chunks_per_rank, block_m=self.config.block_m,
+            )  # fmt: skip
+        with self.preparation():
+            self._build(chunks_per_rank, buffer)
+
+    def _check(self, chunks: int) -> None:
+        if len(self.shape_a) < 2:
+            raise InvalidArgument(f"a needs 2 or more axes (m, ..., K), got {self.shape_a}")
+        for shape in self.shapes_b:
+            if len(shape) != 2 or shape[0] != self.shape_a[-1]:
                 raise InvalidArgument(
-                    f"chunks_per_rank={chunks_per_rank} must be >= 1 and give at most "
-                    f"{tdl.MAX_WAIT_ANY} chunks in all, got {units}"
+                    f"b of shape {shape} does not fit a of shape {self.shape_a}: "
+                    f"expected ({self.shape_a[-1]}, N)"
                 )
+        units = self.group.size * chunks
+        if chunks < 1 or units > tdl.MAX_WAIT_ANY:
+            raise InvalidArgument(
+                f"chunks_per_rank={chunks} must be >= 1 and give at most {tdl.MAX_WAIT_ANY} "
+                f"chunks in all, got {units}"
+            )
 
-        from tdx.runtime.dtypes import resolve
-
-        call = (
-            f"all_gather_matmul(a={self.shape_a}, {len(self.shapes_b)} x b, dtype={dtype}, "
-            f"bias={bias}, activation={activation}, out_dtype={out_dtype}, "
-            f"chunks_per_rank={chunks_per_rank})"
-        )
-        self._config = config
-        self._resolve = resolve
-        self._given_dtype = dtype
-        super().__init__(world, call, team, check)
-
-    def _build(self) -> None:
-        self.dtype = self._resolve(self._given_dtype)
-        *lead, self._depth = self.shape_a
-        rows = 1
-        for extent in lead:
-            rows *= extent
-        self._rows = rows
-        self._gathering = Gathering(self, (rows, self._depth), self.dtype, self._chunks)
-        widest = max(n for _, n in self.shapes_b)
-        height = self._gathering.chunk_rows
-        self.config = self._config or choose(self.world.backend, height, widest, self._depth)
-        self.out_shapes = [
-            (self.group.size * self.shape_a[0], *self.shape_a[1:-1], n) for _, n in self.shapes_b
-        ]
-        self._outs = [self.local(shape, self.epilogue.out_dtype) for shape in self.out_shapes]
-        self._traces = [self._trace_buffer(n) for _, n in self.shapes_b]
-
-    def _trace_buffer(self, columns: int) -> Array:
-        tiles = self._tiles(columns) * self.group.size * self._gathering.chunks
-        return self.world.zeros((max(1, tiles) if self._traced else 1,), "int32", symmetric=False)
+    def _build(self, chunks: int, buffer: bool) -> None:
+        size = self.group.size
+        block_m = self.config.block_m if chunks > 1 else 1  # no ragged tile at a chunk's end
+        shape = (self._rows, self._depth)
+        self._gathering = Gathering(self, shape, self.dtype, chunks, block_m)
+        lead = (size * self.shape_a[0], *self.shape_a[1:-1])
+        self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
+        out = self.epilogue.out_dtype
+        self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
+        self._traces = []
+        for _, n in self.shapes_b:
+            tiles = self._tiles(n) * size * self._gathering.chunks if self._traced else 0
+            self._traces.append(self.world.zeros((max(1, tiles),), "int32", symmetric=False))
 
     def _tiles(self, columns: int) -> int:
         """Tiles of one chunk."""
@@ -218,31 +227,34 @@ class AllGatherMatmul(Plan):
         """
         x = self.input(a, self.shape_a, self.dtype, "a")
         flat = Operand(x.pointer, (self._rows, self._depth), (self._depth, 1), x.array)
-        many = [b] if self._single else list(b)
-        given = [out] if self._single or out is None else list(out)
-        vectors = [bias] if self._single or bias is None else list(bias)
-        count = len(self.shapes_b)
-        if len(many) != count:
-            raise InvalidArgument(f"the plan was made for {count} b, got {len(many)}")
-        given = given if len(given) == count else [None] * count
-        vectors = vectors if len(vectors) == count else [None] * count
+        bs, outs, biases = (self._listed(v, n) for v, n in ((b, "b"), (out, "out"), (bias, "bias")))
         products = []
         for i, (k, n) in enumerate(self.shapes_b):
-            y = operand(self.world, many[i], "b")
+            y = operand(self.world, bs[i], "b")
             check_product(flat, y, k, n, self.dtype)
-            to = self.output(given[i], self._outs[i], self.out_shapes[i], self.epilogue.out_dtype)
-            vector = check_bias(self.world, vectors[i], self.epilogue.bias, n, x)
+            to = self.output(outs[i], self._outs[i], self.out_shapes[i], self.epilogue.out_dtype)
+            vector = check_bias(self.world, biases[i], self.epilogue.bias, n, x)
             products.append((y, to, vector, self._traces[i]))
         handle = self.begin(stream, x, *(op for p in products for op in p[:3]))
-        if self._rows and self._depth:
+        if self._rows:
             self._gathering.start(flat, handle)
             for y, to, vector, trace in products:
                 self._consume(handle, y, to, vector, trace)
             self._gathering.join(handle)
         results = tuple(
-            self._outs[i] if given[i] is None else given[i] for i in range(count)
+            mine if given is None else given for mine, given in zip(self._outs, outs, strict=True)
         )
         return results[0] if self._single else results
+
+    def _listed(self, value: Any, what: str) -> list[Any]:
+        """One value for each b."""
+        count = len(self.shapes_b)
+        if value is None:
+            return [None] * count
+        values = [value] if self._single else list(value)
+        if len(values) != count:
+            raise InvalidArgument(f"the plan was made for {count} b, got {len(values)} {what}")
+        return values
 
     def _consume(self, stream: int, y: Operand, to: Operand, vector: Operand, trace: Array) -> None:
         gathering = self._gathering
@@ -251,11 +263,11 @@ class AllGatherMatmul(Plan):
             return
         tiles = self._tiles(n) * gathering.chunks * self.group.size
         self.launch(
-            consume_kernel, blocks_for(self.world, tiles), stream, gathering.buffer, y.pointer,
-            to.pointer, vector.pointer, gathering.progress, gathering.epoch, trace,
-            self.group.handle, self._rows, n, k, gathering.chunk_rows, gathering.chunks,
-            *y.strides, TRACE=self._traced, **self.epilogue.constants,
-            **tile_constants(self.config),
+            consume_kernel, blocks_for(self.world, tiles, gathering.blocks), stream,
+            gathering.buffer, y.pointer, to.pointer, vector.pointer, gathering.progress,
+            gathering.epoch, trace, self.group.handle, self._rows, n, k, gathering.chunk_rows,
+            gathering.chunks, *y.strides, TRACE=self._traced, **self.epilogue.constants,
+            **self.epilogue.product_constants(self.config, k, n, (k, 1), y.strides),
         )  # fmt: skip
 
     def gathered(self) -> Array:
@@ -271,9 +283,8 @@ class AllGatherMatmul(Plan):
         gathering = self._gathering
         units = self.group.size * gathering.chunks
         early = remote = 0
-        for (_, n), trace in zip(self.shapes_b, self._traces, strict=True):
+        for trace in self._traces:
             counts = trace.numpy().reshape(self.group.size, -1)
-            del n
             for source in range(self.group.size):
                 if source != self.group.rank:
                     seen = counts[source][counts[source] > 0]
@@ -323,37 +334,27 @@ def all_gather_matmul(
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    world = world_of(a, b)
-    group = world.group(team)
-    call = Call(world, group, a, "all_gather_matmul")
     single = not isinstance(b, (list, tuple))
-    with call.posting_refusals():
+    many = [b] if single else list(b)
+    call = Call("all_gather_matmul", a, *many, team=team, stream=stream)
+    with call.checks():
         no_scales(scale_a, scale_b)
-        if algorithm not in (None, "fused"):
-            raise InvalidArgument(f"algorithm={algorithm!r} is not one of None, 'fused'")
-        source = call.readable(a)
-        x = operand(world, source, "a")
-        shapes = [operand(world, y, "b").shape for y in ([b] if single else b)]
-        options = {
-            "bias": bias is not None, "activation": activation, "out_dtype": out_dtype,
-            "allow_tf32": allow_tf32, "config": config,
-        }  # fmt: skip
-        plan = cached(
-            world,
-            group,
-            ("all_gather_matmul", x.shape, tuple(shapes), single, x.dtype, *options.values()),
-            lambda: AllGatherMatmul(
-                world, x.shape, shapes[0] if single else shapes, x.dtype, team=team, **options
-            ),
-        )
-        if out is None:
-            made = [call.result(s, plan.epilogue.out_dtype) for s in plan.out_shapes]
-            out = made[0] if single else tuple(made)
-        plan(source, b, out, bias=bias, stream=stream)
+        check_fused(algorithm)
+        x = call.operand(a, "a")
+        ys = [call.operand(y, "b", strided=True) for y in many]
+        vectors = None
+        if bias is not None:
+            vectors = [call.operand(v, "bias") for v in ([bias] if single else bias)]
+        plan = call.plan(
+            AllGatherMatmul, x.shape, tuple(y.shape for y in ys), x.dtype, bias=bias is not None,
+            activation=activation, out_dtype=out_dtype, allow_tf32=allow_tf32, config=config,
+        )  # fmt: skip
+        given = plan._listed([out] if single and out is not None else out, "out")
+        dtype = plan.epilogue.out_dtype
+        targets = [call.target(o, s, dtype) for o, s in zip(given, plan.out_shapes, strict=True)]
+        plan(x, ys, targets, bias=vectors, stream=call.stream)
         if return_gathered:
-            whole = call.result(plan.gathered().shape, plan.dtype)
-            call.copy(plan.gathered(), whole, stream)
-            out = (out, whole) if single else (*out, whole)
-    return call.finish(out)
-
-
+            whole = plan.gathered()
+            targets.append(call.target(None, whole.shape, plan.dtype))
+            call.copy(whole, targets[-1])
+    return call.finish(targets[0] if len(targets) == 1 and single else tuple(targets))

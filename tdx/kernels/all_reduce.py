@@ -9,7 +9,7 @@ one_shot     Each rank copies its array into a symmetric slot, all meet block by
 low_latency  Each rank pushes its array to all others as 64-bit words, 4 bytes of data and 4 of
              flag (the epoch), and reads what the others pushed. 2 * (W - 1) * S bytes out, one
              hop and no meeting: the data is its own signal. The protocol is that of NCCL's LL.
-             Two slots in turn, as above. Types of 2 and 4 bytes.
+             Two slots in turn, as above. Up to 16 ranks, types of 2, 4 and 8 bytes, 4 MiB.
 
 Result: accumulated in float32 (float64 for float64, integers in their own type, wrapping) from
 rank 0 upwards, then divided by W for "avg", plus bias, plus residual, rounded once. So its bits
@@ -28,19 +28,23 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.operand import elements, operand
-from tdx.kernels.plan import Call, Plan, cached, world_of
+from tdx.kernels.call import Call
+from tdx.kernels.copying import VECTOR, copy_share, padded
+from tdx.kernels.operand import Operand, elements
+from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.reduction import check_types, combine, finish, from_words, to_words
 from tdx.kernels.select import block_elements, constants, power_of_two
 from tdx.runtime import dtypes
-from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.errors import InvalidArgument, Unsupported
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
 __all__ = ["AllReduce", "Config", "all_reduce"]
 
 ALGORITHMS = ("low_latency", "one_shot")
-OPERATIONS = ("sum", "avg", "max", "min")
 LOW_LATENCY_LIMIT_BYTES = 4 << 20  # its slots take 4 * W times this
+LOW_LATENCY_LIMIT_RANKS = 16
+_VECTOR = tl.constexpr(VECTOR)
 
 
 @dataclass(frozen=True)
@@ -72,122 +76,91 @@ class Config:
 
 
 @triton.jit
-def _combine(total, value, OP: tl.constexpr):
-    if OP == "max":
-        total = tl.maximum(total, value, propagate_nan=tl.PropagateNan.ALL)
-    elif OP == "min":
-        total = tl.minimum(total, value, propagate_nan=tl.PropagateNan.ALL)
-    else:
-        total = total + value
-    return total
-
-
-@triton.jit
-def _finish(
-    total, out, bias, residual, offsets, mask, columns, ranks,
-    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+def _reduce_block(
+    x, out, bias, residual, slot, world, at, mask, columns, ranks,
+    OP: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Divide, add bias and residual, round once and store."""
-    if OP == "avg":
-        if total.dtype == tl.float64:
-            total = total / ranks.to(tl.float64)
-        else:
-            total = tl.div_rn(total, ranks.to(tl.float32) + tl.zeros_like(total))
-    if HAS_BIAS:
-        total = total + tl.load(bias + offsets % columns, mask=mask).to(total.dtype)
-    if HAS_RESIDUAL:
-        total = total + tl.load(residual + offsets, mask=mask).to(total.dtype)
-    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=mask)
+    """Reduce the elements `at` of all ranks' slots, in rank order."""
+    total = tl.load(tdl.symm_at(slot, 0, world) + at, mask=mask).to(ACC)
+    for peer in tl.range(1, ranks, loop_unroll_factor=4):
+        value = tl.load(tdl.symm_at(slot, peer, world) + at, mask=mask).to(ACC)
+        total = combine(total, value, OP)
+    finish(total, out, bias, residual, at, mask, columns, ranks, OP, HAS_BIAS, HAS_RESIDUAL)
 
 
-@triton.jit(do_not_specialize=["numel", "columns"])
+@triton.jit(do_not_specialize=["numel", "columns", "vectors"])
 def one_shot_kernel(
-    x, out, bias, residual, slots, channel, world, numel, columns,
+    x, out, bias, residual, slots, channel, world, numel, columns, vectors,
     OP: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * BLOCK
-    step = tl.num_programs(0) * BLOCK
+    """Stage the own elements, meet, and reduce everybody's. A slot has VECTOR * vectors elements.
+
+    Block b reads what block b of each peer has staged: the same elements.
+    """
+    index = tl.program_id(0)
+    parts = tl.num_programs(0)
     ranks = tdl.num_ranks(world)
-    slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * numel
-    for start in range(first, numel, step):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        mask = offsets < numel
-        tl.store(slot + offsets, tl.load(x + offsets, mask=mask), mask=mask)
+    slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * vectors * _VECTOR
+    copy_share(slot, x, numel, index, parts, BLOCK)
     ok = tdl.barrier(channel, world)
-    for start in range(first, numel, step):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        mask = (offsets < numel) & ok
-        total = tl.load(tdl.symm_at(slot, 0, world) + offsets, mask=mask).to(ACC)
-        for peer in range(1, ranks):
-            value = tl.load(tdl.symm_at(slot, peer, world) + offsets, mask=mask).to(ACC)
-            total = _combine(total, value, OP)
-        _finish(
-            total, out, bias, residual, offsets, mask, columns, ranks, OP, HAS_BIAS, HAS_RESIDUAL
-        )
+    if ok:
+        whole = numel // BLOCK
+        for block in range(index, whole, parts):
+            at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            _reduce_block(
+                x, out, bias, residual, slot, world, at, None, columns, ranks,
+                OP, ACC, HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
+        if whole % parts == index:
+            at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            _reduce_block(
+                x, out, bias, residual, slot, world, at, at < numel, columns, ranks,
+                OP, ACC, HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
 
 
-@triton.jit
-def _to_words(values, PAIRS: tl.constexpr):
-    """Elements of 2 or 4 bytes as int32 words."""
-    if PAIRS:
-        low, high = tl.split(tl.reshape(values, (values.shape[0] // 2, 2)))
-        words = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        words = words | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    else:
-        words = values.to(tl.int32, bitcast=True)
-    return words
-
-
-@triton.jit
-def _from_words(words, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
-    """Undo _to_words."""
-    if PAIRS:
-        low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-        high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-        values = tl.interleave(low, high)
-    else:
-        values = words.to(DTYPE, bitcast=True)
-    return values
-
-
-@triton.jit(do_not_specialize=["numel", "columns", "capacity"])
+@triton.jit(do_not_specialize=["numel", "columns", "vectors"])
 def low_latency_kernel(
-    x, out, bias, residual, slots, channel, world, numel, columns, capacity,
+    x, out, bias, residual, slots, channel, world, numel, columns, vectors,
     OP: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    WORDS: tl.constexpr = BLOCK // 2 if PAIRS else BLOCK
+    """Push the own elements to everybody as words with flags, and reduce what arrives.
+
+    Each rank's slot has VECTOR * vectors words of 8 bytes; values of 8 bytes take two each.
+    """
+    PER_VALUE: tl.constexpr = 2 if PAIRS else 1  # elements a value
+    WIDTH: tl.constexpr = 2 if x.dtype.element_ty.primitive_bitwidth == 64 else 1  # words a value
+    VALUES: tl.constexpr = BLOCK // PER_VALUE
+    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
     me = tdl.rank(world)
-    ranks = tdl.num_ranks(world)
     flag = tdl.epoch(channel)
-    base = slots + (flag & 1).to(tl.int64) * ranks * capacity
-    first = tl.program_id(0) * BLOCK
+    stride = vectors * _VECTOR
+    base = slots + (flag & 1).to(tl.int64) * RANKS * stride
     step = tl.num_programs(0) * BLOCK
-    for start in range(first, numel, step):
+    for start in range(tl.program_id(0) * BLOCK, numel, step):
         offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        words = _to_words(tl.load(x + offsets, mask=offsets < numel, other=0), PAIRS)
-        at = tl.cast(start, tl.int64) // (BLOCK // WORDS) + tl.arange(0, WORDS)
-        for hop in range(1, ranks):
-            tdl.store_ll(base + me * capacity + at, words, flag, (me + hop) % ranks, world,
-                         at < capacity)  # fmt: skip
-    for start in range(first, numel, step):
+        words = to_words(tl.load(x + offsets, mask=offsets < numel, other=0), PAIRS)
+        at = (tl.cast(start, tl.int64) // PER_VALUE + tl.arange(0, VALUES)) * WIDTH
+        for hop in tl.static_range(1, RANKS):
+            tdl.store_ll(base + me * stride + at, words, flag, (me + hop) % RANKS, world,
+                         at < stride)  # fmt: skip
+    for start in range(tl.program_id(0) * BLOCK, numel, step):
         offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         mask = offsets < numel
-        at = tl.cast(start, tl.int64) // (BLOCK // WORDS) + tl.arange(0, WORDS)
-        own = tl.load(x + offsets, mask=mask, other=0)
-        words, ok = tdl.load_ll(base + at, flag, world, (at < capacity) & (me != 0), peer=0)
-        value = _from_words(words, x.dtype.element_ty, PAIRS)
-        total = tl.where(me == 0, own, value).to(ACC)
-        for peer in range(1, ranks):
-            words, arrived = tdl.load_ll(
-                base + peer * capacity + at, flag, world, (at < capacity) & (me != peer), peer=peer
-            )
-            ok = ok & arrived
-            value = _from_words(words, x.dtype.element_ty, PAIRS)
-            total = _combine(total, tl.where(me == peer, own, value).to(ACC), OP)
-        _finish(
-            total, out, bias, residual, offsets, mask & ok, columns, ranks,
+        at = (tl.cast(start, tl.int64) // PER_VALUE + tl.arange(0, VALUES)) * WIDTH
+        own = to_words(tl.load(x + offsets, mask=mask, other=0), PAIRS)
+        words, arrived = tdl.load_ll_all(base + at, stride, flag, world, RANKS, at < stride, KIND)
+        if PAIRS:
+            arrived = tl.interleave(arrived, arrived)
+        total = from_words(tl.where(me == 0, own, words[0]), x.dtype.element_ty, PAIRS).to(ACC)
+        for peer in tl.static_range(1, RANKS):
+            value = tl.where(me == peer, own, words[peer])
+            value = from_words(value, x.dtype.element_ty, PAIRS).to(ACC)
+            total = combine(total, value, OP)
+        finish(
+            total, out, bias, residual, offsets, mask & arrived, columns, tdl.num_ranks(world),
             OP, HAS_BIAS, HAS_RESIDUAL,
         )  # fmt: skip
 
@@ -199,7 +172,7 @@ class AllReduce(Plan):
     ----------
     world : World
     shape, dtype
-        Of every rank's input. float16/32/64, bfloat16, int32/64, and float8 with one_shot.
+        Of every rank's input. float16/32/64, bfloat16, float8, int32/64.
     op : {"sum", "avg", "max", "min"}
     out_dtype, optional
         Of the result: the input's, or for floats another float type.
@@ -210,6 +183,8 @@ class AllReduce(Plan):
     config : Config, optional
         Overrides the choice altogether.
     team : Team, optional
+    buffer : bool
+        Whether the plan has a result buffer, for calls without `out`.
 
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
     """
@@ -229,38 +204,34 @@ class AllReduce(Plan):
         algorithm: str | None = None,
         config: Config | None = None,
         team: Group | None = None,
+        buffer: bool = True,
     ):
-        self.shape = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(shape)
-        self.op = op
-        self._has_bias, self._has_residual = bias, residual
-
-        def check() -> None:
+        with self.agreement(world, team) as shared:
+            self.shape = plain_shape(shape)
             self.dtype = dtypes.resolve(dtype)
             self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
-            _check_types(self.dtype, self.out_dtype, op, bias or residual)
-            self.config = config or _choose(world, self.shape, self.dtype, algorithm)
-            _check_algorithm(self.config.algorithm, self.shape, self.dtype)
-
-        call = (
-            f"all_reduce(shape={self.shape}, dtype={dtype}, op={op!r}, out_dtype={out_dtype}, "
-            f"bias={bias}, residual={residual}, algorithm={algorithm!r}, config={config})"
-        )
-        super().__init__(world, call, team, check)
-
-    def _build(self) -> None:
-        numel = elements(self.shape)
-        blocks = self.blocks_for(-(-numel // self.config.block))
-        self._blocks = blocks
-        self._channel = self.channel(blocks)
-        self._pairs = self.dtype.itemsize == 2
-        if self.config.algorithm == "one_shot":
-            self._capacity = numel
-            self._slots = self.workspace("slots", (2 * numel,), self.dtype)
-        else:
-            self._capacity = -(-numel // 2) if self._pairs else numel
-            words = 2 * self.group.size * self._capacity
-            self._slots = self.workspace("slots", (words,), np.int64)
-        self._out = self.local(self.shape, self.out_dtype)
+            self.op = op
+            self._has_bias, self._has_residual = bias, residual
+            check_types("all_reduce", self.dtype, self.out_dtype, op, bias or residual)
+            self._numel = elements(self.shape)
+            ranks = self.group.size
+            self.config = config or _choose(world, self._numel, self.dtype, ranks, algorithm)
+            _check_algorithm(self.config.algorithm, self._numel, self.dtype, ranks)
+            shared.update(
+                shape=self.shape, dtype=self.dtype, op=op, out_dtype=self.out_dtype, bias=bias,
+                residual=residual, config=self.config,
+            )  # fmt: skip
+        with self.preparation():
+            self._blocks = self.blocks_for(-(-self._numel // self.config.block))
+            self._channel = self.channel(self._blocks)
+            if self.config.algorithm == "one_shot":
+                self._vectors = padded(self._numel)
+                slots, kind = 2, self.dtype
+            else:
+                self._vectors = padded(-(-self._numel * self.dtype.itemsize // 4))
+                slots, kind = 2 * ranks, np.dtype(np.int64)
+            self._slots = self.workspace("slots", (slots * self._vectors * VECTOR,), kind)
+            self._out = self.result_buffer(self.shape, self.out_dtype, buffer)
 
     def __call__(
         self, x: Any, out: Any = None, *, bias: Any = None, residual: Any = None, stream: Any = None
@@ -272,96 +243,67 @@ class AllReduce(Plan):
         """
         op = self.input(x, self.shape, self.dtype)
         to = self.output(out, self._out, self.shape, self.out_dtype)
-        if (bias is None) == self._has_bias or (residual is None) == self._has_residual:
+        if (bias is not None) != self._has_bias or (residual is not None) != self._has_residual:
             raise InvalidArgument(
                 f"all_reduce: the plan was made with bias={self._has_bias}, "
                 f"residual={self._has_residual}; pass just those"
             )
+        vector = whole = op  # stand in for what there is not
         columns = self.shape[-1] if self.shape else 1
-        extra = [op, op]
         if bias is not None:
-            extra[0] = self.input(bias, (columns,), self.dtype, "bias")
+            vector = self.input(bias, (columns,), self.dtype, "bias")
         if residual is not None:
-            extra[1] = self.input(residual, self.shape, self.dtype, "residual")
-        stream = self.begin(stream, op, to, *extra)
-        numel = elements(self.shape)
-        if numel:
-            self._launch(stream, op, to, extra, numel, columns)
+            whole = self.input(residual, self.shape, self.dtype, "residual")
+        handle = self.begin(stream, op, to, vector, whole)
+        if self._numel:
+            self._launch(handle, op, to, vector, whole, max(1, columns))
         return self._out if out is None else out
 
     def _launch(
-        self, stream: int, op: Any, to: Any, extra: list[Any], numel: int, columns: int
+        self, stream: int, op: Operand, to: Operand, vector: Operand, whole: Operand, columns: int
     ) -> None:
-        arguments = [
-            op.pointer, to.pointer, extra[0].pointer, extra[1].pointer, self._slots,
-            self._channel, self.group.handle, numel, max(1, columns),
-        ]  # fmt: skip
-        accumulator = getattr(tl, _TRITON_NAMES[dtypes.accumulator(self.dtype).name])
         named = {
             "OP": self.op,
-            "ACC": accumulator,
+            "ACC": getattr(tl, dtypes.accumulator(self.dtype).name),
             "HAS_BIAS": self._has_bias,
             "HAS_RESIDUAL": self._has_residual,
             "BLOCK": self.config.block,
             "num_warps": self.config.num_warps,
-            # the host tier's sums are never contracted with a product; neither are the GPU's
-            "enable_fp_fusion": False,
+            "enable_fp_fusion": False,  # a contracted product and sum would round once less
         }
         kernel: Any = one_shot_kernel
         if self.config.algorithm == "low_latency":
             kernel = low_latency_kernel
-            arguments.append(self._capacity)
-            named["PAIRS"] = self._pairs
-        self.launch(kernel, self._blocks, stream, *arguments, **named)
+            named.update(PAIRS=self.dtype.itemsize == 2, RANKS=self.group.size)
+        self.launch(
+            kernel, self._blocks, stream, op.pointer, to.pointer, vector.pointer, whole.pointer,
+            self._slots, self._channel, self.group.handle, self._numel, columns, self._vectors,
+            **named,
+        )  # fmt: skip
 
 
-_TRITON_NAMES = {
-    "float32": "float32", "float64": "float64", "int32": "int32", "int64": "int64",
-}  # fmt: skip
-_INTEGERS = ("int32", "int64")
-_WIDE_ONLY = ("float8_e4m3fn", "float8_e5m2", "float64", "int64")
-
-
-def _check_types(dtype: np.dtype, out: np.dtype, op: str, adds: bool) -> None:
-    if op not in OPERATIONS:
-        raise InvalidArgument(f"op={op!r} is not one of {', '.join(OPERATIONS)}")
-    if dtype.name in _INTEGERS:
-        if op == "avg":
-            raise Unsupported("all_reduce: op='avg' of integers is not offered; use op='sum'")
-        if out != dtype or adds:
-            raise DtypeError(
-                f"all_reduce of {dtype}: out_dtype, bias and residual are for floats only"
-            )
-    elif not dtypes.is_float(dtype):
-        raise DtypeError(
-            f"all_reduce does not take {dtype}; it takes float16, float32, float64, bfloat16, "
-            "float8_e4m3fn, float8_e5m2, int32 and int64"
-        )
-    elif not dtypes.is_float(out):
-        raise DtypeError(f"all_reduce of {dtype}: out_dtype {out} must be a float type")
-
-
-def _check_algorithm(algorithm: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    nbytes = elements(shape) * dtype.itemsize
-    if algorithm == "low_latency" and dtype.name in _WIDE_ONLY:
+def _check_algorithm(algorithm: str, numel: int, dtype: np.dtype, ranks: int) -> None:
+    if algorithm != "low_latency":
+        return
+    nbytes = numel * dtype.itemsize
+    if dtype.itemsize == 1:
         raise Unsupported(
-            f"all_reduce: low_latency takes types of 2 and 4 bytes, not {dtype}; use one_shot"
+            f"all_reduce: low_latency takes types of 2, 4 and 8 bytes, not {dtype}; use one_shot"
         )
-    if algorithm == "low_latency" and nbytes > LOW_LATENCY_LIMIT_BYTES:
+    if nbytes > LOW_LATENCY_LIMIT_BYTES or ranks > LOW_LATENCY_LIMIT_RANKS:
         raise InvalidArgument(
-            f"all_reduce: low_latency takes up to {LOW_LATENCY_LIMIT_BYTES} bytes, the input has "
-            f"{nbytes}; use one_shot"
+            f"all_reduce: low_latency takes up to {LOW_LATENCY_LIMIT_BYTES} bytes and "
+            f"{LOW_LATENCY_LIMIT_RANKS} ranks, not {nbytes} bytes on {ranks} ranks; use one_shot"
         )
 
 
 def _choose(
-    world: World, shape: tuple[int, ...], dtype: np.dtype, algorithm: str | None
+    world: World, numel: int, dtype: np.dtype, ranks: int, algorithm: str | None
 ) -> Config:
-    limits = constants(world.backend)
-    numel = elements(shape)
     if algorithm is None:
-        small = numel * dtype.itemsize <= limits.low_latency_bytes
-        algorithm = "low_latency" if small and dtype.name not in _WIDE_ONLY else "one_shot"
+        small = numel * dtype.itemsize <= constants(world.backend).low_latency_bytes
+        fits = dtype.itemsize > 1 and ranks <= LOW_LATENCY_LIMIT_RANKS
+        algorithm = "low_latency" if small and fits else "one_shot"
     return Config(algorithm, block_elements(world.backend, numel))
 
 
@@ -392,7 +334,7 @@ def all_reduce(
     algorithm : {"one_shot", "low_latency"}, optional
     team : Team, optional
     stream : optional
-        None: the world's current stream.
+        None: the world's current stream for a tdx array, else the caller's.
 
     Returns the result in the caller's own framework, fresh unless `out` is given; a tdx array
     for a tdx array. Every rank gets the same bits.
@@ -400,24 +342,14 @@ def all_reduce(
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    world = world_of(x)
-    group = world.group(team)
-    call = Call(world, group, x, "all_reduce")
-    with call.posting_refusals():
-        source = call.readable(x)
-        like = operand(world, source, "x")
-        options = {
-            "out_dtype": None if out_dtype is None else dtypes.resolve(out_dtype),
-            "bias": bias is not None,
-            "residual": residual is not None,
-            "algorithm": algorithm,
-        }
-        plan = cached(
-            world,
-            group,
-            ("all_reduce", like.shape, like.dtype, op, *options.values()),
-            lambda: AllReduce(world, like.shape, like.dtype, op, team=team, **options),
-        )
-        target = call.result(plan.shape, plan.out_dtype) if out is None else out
-        plan(source, target, bias=bias, residual=residual, stream=stream)
+    call = Call("all_reduce", x, out, team=team, stream=stream)
+    with call.checks():
+        source = call.operand(x, "x")
+        vector, whole = call.optional(bias, "bias"), call.optional(residual, "residual")
+        plan = call.plan(
+            AllReduce, source.shape, source.dtype, op, out_dtype=out_dtype, bias=bias is not None,
+            residual=residual is not None, algorithm=algorithm,
+        )  # fmt: skip
+        target = call.target(out, plan.shape, plan.out_dtype)
+        plan(source, target, bias=vector, residual=whole, stream=call.stream)
     return call.finish(target)

@@ -15,7 +15,8 @@ from typing import Any
 import triton
 
 import tdx.language as tdl
-from tdx.kernels.plan import Plan, cached, world_of
+from tdx.kernels.call import cached, world_of
+from tdx.kernels.plan import Plan
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
@@ -33,10 +34,10 @@ class Barrier(Plan):
     operation = "barrier"
 
     def __init__(self, world: World, team: Group | None = None):
-        super().__init__(world, "barrier()", team, lambda: None)
-
-    def _build(self) -> None:
-        self._channel = self.channel(1)
+        with self.agreement(world, team):
+            pass
+        with self.preparation():
+            self._channel = self.channel(1)
 
     def __call__(self, stream: Any = None) -> None:
         """Queue the barrier on `stream` (None: the current one)."""
@@ -50,6 +51,6 @@ def barrier(team: Group | None = None, stream: Any = None) -> None:
     Returns at once: it is the streams that meet. `world.barrier()` waits on the host.
     Raises a pending fault, CollectiveMismatch.
     """
-    world = team.world if team is not None else world_of()
+    world = world_of()
     group = world.group(team)
-    cached(world, group, ("barrier",), lambda: Barrier(world, team))(stream)
+    cached(world, group, Barrier)(stream)

@@ -17,9 +17,10 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from tdx.kernels.operand import Operand, check_output, operand
-from tdx.kernels.plan import Call, launch, world_of
-from tdx.kernels.select import constants, matmul_blocks, power_of_two
+from tdx.kernels.call import Call
+from tdx.kernels.operand import Operand, check_output, elements, operand
+from tdx.kernels.plan import launch
+from tdx.kernels.select import constants, power_of_two, tile_for
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.world import World
@@ -64,11 +65,26 @@ class Config:
             )
 
 
-def choose(backend: str, m: int, n: int, k: int) -> Config:
-    """The tile for a product of this size: no larger than the product asks for."""
-    limits = constants(backend).tile
-    fit = (max(16, min(limit, power_of_two(x))) for limit, x in zip(limits, (m, n, k), strict=True))
-    return Config(*fit)
+def choose(backend: str, m: int, n: int, k: int, dtype: np.dtype) -> Config:
+    """The tile for a product of this size."""
+    tile = tile_for(backend, m, n, k, dtype.itemsize)
+    return Config(*tile, num_stages=constants(backend).stages)
+
+
+@triton.jit
+def known(size, EVEN: tl.constexpr):
+    """`size`; with EVEN it is a multiple of 16, in terms that the compiler sees through."""
+    if EVEN:
+        size = size // 16 * 16
+    return size
+
+
+@triton.jit
+def known_strides(first, second, UNIT: tl.constexpr, EVEN: tl.constexpr):
+    """Strides of which number UNIT is 1, or none, and with EVEN the others multiples of 16."""
+    first = 1 if UNIT == 0 else known(first, EVEN)
+    second = 1 if UNIT == 1 else known(second, EVEN)
+    return first, second
 
 
 @triton.jit
@@ -140,7 +156,12 @@ def matmul_kernel(
     a, b, c, bias, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    columns = known(columns, EVEN)
+    depth = known(depth, EVEN)
+    stride_am, stride_ak = known_strides(stride_am, stride_ak, A_UNIT, EVEN)
+    stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -191,24 +212,26 @@ class Epilogue:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Constexpr arguments of the kernels."""
+        """Constexpr arguments of a kernel that stores results."""
+        return {"HAS_BIAS": self.bias, "ACTIVATION": self.activation or "none"}
+
+    def product_constants(
+        self, config: Config, k: int, n: int, a: tuple[int, int], b: tuple[int, int]
+    ) -> dict[str, Any]:
+        """Constexpr arguments and options of a kernel with a product of these extents, strides."""
+        rest = [stride for stride in (*a, *b) if stride != 1]
         return {
+            "BM": config.block_m,
+            "BN": config.block_n,
+            "BK": config.block_k,
+            "GROUP_M": config.group_m,
             "PRECISION": "tf32" if self.allow_tf32 else "ieee",
-            "HAS_BIAS": self.bias,
-            "ACTIVATION": self.activation or "none",
+            "A_UNIT": 1 if a[1] == 1 else 0 if a[0] == 1 else -1,
+            "B_UNIT": 1 if b[1] == 1 else 0 if b[0] == 1 else -1,
+            "EVEN": not any(extent % 16 for extent in (k, n, *rest)),
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
         }
-
-
-def tile_constants(config: Config) -> dict[str, Any]:
-    """Constexpr arguments and launch options that follow from a Config."""
-    return {
-        "BM": config.block_m,
-        "BN": config.block_n,
-        "BK": config.block_k,
-        "GROUP_M": config.group_m,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
 
 
 def check_product(a: Operand, b: Operand, k: int, n: int, dtype: np.dtype) -> None:
@@ -234,15 +257,22 @@ def check_bias(world: World, bias: Any, wanted: bool, n: int, fallback: Operand)
     return op
 
 
-def blocks_for(world: World, tiles: int) -> int:
-    """Persistent blocks for `tiles` tiles: all of them are resident."""
-    return matmul_blocks(world.backend, tiles, world.driver.resident_blocks())
+def blocks_for(world: World, tiles: int, beside: int = 0) -> int:
+    """Persistent blocks for `tiles` tiles, all resident beside that many blocks of others."""
+    resident = world.driver.resident_blocks() - beside
+    return max(1, min(tiles, resident, constants(world.backend).matmul_blocks))
 
 
 def no_scales(*scales: Any) -> None:
     """Scaled float8 products are not offered yet."""
     if any(scale is not None for scale in scales):
         raise Unsupported("scale_a and scale_b: float8 products are not there yet; convert to bf16")
+
+
+def check_fused(algorithm: str | None) -> None:
+    """The overlapped products have one algorithm."""
+    if algorithm not in (None, "fused"):
+        raise InvalidArgument(f"algorithm={algorithm!r} is not one of None, 'fused'")
 
 
 def flattened(a: Operand) -> tuple[int, int, int]:
@@ -259,7 +289,7 @@ def flattened(a: Operand) -> tuple[int, int, int]:
                 f"a of shape {a.shape} and strides {a.strides} (elements) has leading axes that "
                 "do not lie behind one another; pass a contiguous array"
             )
-    return int(np.prod(lead, dtype=np.int64)), a.strides[-2], a.strides[-1]
+    return elements(lead), a.strides[-2], a.strides[-1]
 
 
 def matmul(
@@ -294,28 +324,28 @@ def matmul(
 
     Returns (..., N) in the framework of `a`. Raises InvalidArgument, DtypeError, Unsupported.
     """
-    no_scales(scale_a, scale_b)
-    world = world_of(a, b)
+    call = Call("matmul", a, b, stream=stream)
+    world = call.world
     world.check()
-    call = Call(world, world, a, "matmul")
-    x, y = operand(world, a, "a"), operand(world, b, "b")
+    no_scales(scale_a, scale_b)
+    x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
     if len(y.shape) != 2:
         raise InvalidArgument(f"b must have 2 axes (K, N), got shape {y.shape}")
     k, n = y.shape
     epilogue = Epilogue.make(x.dtype, bias is not None, activation, out_dtype, allow_tf32)
     check_product(x, y, k, n, x.dtype)
-    rows, stride_am, stride_ak = flattened(x)
+    rows, *strides = flattened(x)
     shape = (*x.shape[:-1], n)
-    target = call.result(shape, epilogue.out_dtype) if out is None else out
+    target = call.target(out, shape, epilogue.out_dtype)
     to = check_output(world, target, shape, epilogue.out_dtype)
-    vector = check_bias(world, bias, bias is not None, n, x)
-    config = config or choose(world.backend, rows, n, k)
+    vector = check_bias(world, call.optional(bias, "bias"), bias is not None, n, x)
+    config = config or choose(world.backend, rows, n, k, x.dtype)
     tiles = -(-rows // config.block_m) * -(-n // config.block_n)
     if tiles:
         launch(
-            world, matmul_kernel, blocks_for(world, tiles), stream,
-            x.pointer, y.pointer, to.pointer, vector.pointer, rows, n, k,
-            stride_am, stride_ak, *y.strides, uses=(x, y, to, vector),
-            **epilogue.constants, **tile_constants(config),
+            world, matmul_kernel, blocks_for(world, tiles), call.stream,
+            x.pointer, y.pointer, to.pointer, vector.pointer, rows, n, k, *strides, *y.strides,
+            uses=(x, y, to, vector), **epilogue.constants,
+            **epilogue.product_constants(config, k, n, strides, y.strides),
         )  # fmt: skip
     return call.finish(target)

@@ -25,22 +25,25 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
+from tdx.kernels.call import Call
 from tdx.kernels.matmul import (
     Config,
     Epilogue,
     blocks_for,
     check_bias,
+    check_fused,
     check_product,
     choose,
     flattened,
     grouped_tile,
+    known,
+    known_strides,
     no_scales,
     store_tile,
-    tile_constants,
     tile_product,
 )
-from tdx.kernels.operand import Operand, operand
-from tdx.kernels.plan import Call, Plan, cached, world_of
+from tdx.kernels.operand import Operand, elements, operand
+from tdx.kernels.plan import Plan, plain_shape
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
@@ -62,9 +65,13 @@ def produce_kernel(
     a, b, partials, signals, epoch, world, rows, columns, depth,
     stride_am, stride_ak, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of all owners' `rows` rows, the next rank's first, and push them."""
+    columns = known(columns, EVEN)
+    depth = known(depth, EVEN)
+    stride_am, stride_ak = known_strides(stride_am, stride_ak, A_UNIT, EVEN)
+    stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     number = tl.load(epoch)
@@ -90,8 +97,10 @@ def produce_kernel(
 def reduce_kernel(
     c, bias, partials, signals, epoch, world, rows, columns,
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add the ranks' partials of every own tile, in rank order, as they arrive."""
+    columns = known(columns, EVEN)
     ranks = tdl.num_ranks(world)
     number = tl.load(epoch)
     tiles_n = tl.cdiv(columns, BN)
@@ -128,7 +137,7 @@ class MatmulReduceScatter(Plan):
         float16, bfloat16 or float32.
     partial_dtype : {None, "float32"}
         In what partial sums travel; None: the output's dtype.
-    bias, activation, out_dtype, allow_tf32, config, team
+    bias, activation, out_dtype, allow_tf32, config, team, buffer
         See AllGatherMatmul. Bias and activation apply once, after the reduction.
 
     Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted.
@@ -150,53 +159,53 @@ class MatmulReduceScatter(Plan):
         allow_tf32: bool = False,
         config: Config | None = None,
         team: Group | None = None,
+        buffer: bool = True,
     ):
-        self.shape_a, self.shape_b = tuple(shape_a), tuple(shape_b)
-        size = world.group(team).size
-
-        def check() -> None:
-            self.epilogue = Epilogue.make(dtype, bias, activation, out_dtype, allow_tf32)
+        with self.agreement(world, team) as shared:
+            self.shape_a, self.shape_b = plain_shape(shape_a), plain_shape(shape_b)
             self.dtype = dtypes.resolve(dtype)
+            self.epilogue = Epilogue.make(dtype, bias, activation, out_dtype, allow_tf32)
             out = self.epilogue.out_dtype
             self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
-            if self.partial_dtype not in (out, dtypes.resolve("float32")):
-                raise DtypeError(f"partial_dtype {self.partial_dtype} must be float32 or {out}")
-            if len(self.shape_b) != 2 or len(self.shape_a) < 2:
-                raise InvalidArgument(
-                    f"a and b need shapes (d0, ..., K) and (K, N), got {self.shape_a} and "
-                    f"{self.shape_b}"
-                )
-            if self.shape_a[-1] != self.shape_b[0]:
-                raise InvalidArgument(f"a {self.shape_a} and b {self.shape_b} differ in K")
-            if self.shape_a[0] % size:
-                raise InvalidArgument(
-                    f"a's first axis, {self.shape_a[0]}, is no multiple of the {size} ranks; pad it"
-                )
+            self._check()
+            self._rows = elements(self.shape_a[:-1]) // self.group.size
+            depth, self._columns = self.shape_b
+            self.config = config or choose(
+                world.backend, self._rows, self._columns, depth, self.dtype
+            )
+            shared.update(
+                a=(*self.shape_a[:-1], "K"), n=self._columns, dtype=self.dtype,
+                partial_dtype=self.partial_dtype, bias=bias, activation=activation, out_dtype=out,
+                tile=(self.config.block_m, self.config.block_n),
+            )  # fmt: skip
+        with self.preparation():
+            self._build(buffer)
 
-        call = (
-            f"matmul_reduce_scatter(a={self.shape_a[:-1]}, N={self.shape_b[-1:]}, dtype={dtype}, "
-            f"partial_dtype={partial_dtype}, bias={bias}, activation={activation}, "
-            f"out_dtype={out_dtype}, config={config})"
-        )
-        self._config = config
-        super().__init__(world, call, team, check)
+    def _check(self) -> None:
+        size, out = self.group.size, self.epilogue.out_dtype
+        if self.partial_dtype not in (out, dtypes.resolve("float32")):
+            raise DtypeError(f"partial_dtype {self.partial_dtype} must be float32 or {out}")
+        if len(self.shape_b) != 2 or len(self.shape_a) < 2:
+            raise InvalidArgument(
+                f"a and b need shapes (d0, ..., K) and (K, N), got {self.shape_a} and "
+                f"{self.shape_b}"
+            )
+        if self.shape_a[-1] != self.shape_b[0]:
+            raise InvalidArgument(f"a {self.shape_a} and b {self.shape_b} differ in K")
+        if self.shape_a[0] % size:
+            raise InvalidArgument(
+                f"a's first axis, {self.shape_a[0]}, is no multiple of the {size} ranks; pad it"
+            )
 
-    def _build(self) -> None:
-        size = self.group.size
-        rows = 1
-        for extent in self.shape_a[:-1]:
-            rows *= extent
-        self._rows = rows // size
-        depth, self._columns = self.shape_b
-        self.config = self._config or choose(self.world.backend, self._rows, self._columns, depth)
-        config = self.config
+    def _build(self, buffer: bool) -> None:
+        size, config = self.group.size, self.config
         self._tiles = -(-self._rows // config.block_m) * -(-self._columns // config.block_n)
         slots = (2 * size, max(1, self._rows * self._columns))
         self._partials = self.workspace("partials", slots, self.partial_dtype)
         self._signals = self.workspace("tiles", (max(1, size * self._tiles),), "int32")
         self._epoch = self.world.zeros((1,), "int32", symmetric=False)
         self.out_shape = (self.shape_a[0] // size, *self.shape_a[1:-1], self._columns)
-        self._out = self.local(self.out_shape, self.epilogue.out_dtype)
+        self._out = self.result_buffer(self.out_shape, self.epilogue.out_dtype, buffer)
 
     def __call__(
         self, a: Any, b: Any, out: Any = None, *, bias: Any = None, stream: Any = None
@@ -206,32 +215,30 @@ class MatmulReduceScatter(Plan):
         if x.shape != self.shape_a:
             raise InvalidArgument(f"a has shape {x.shape}, the plan takes {self.shape_a}")
         check_product(x, y, *self.shape_b, self.dtype)
-        _, stride_am, stride_ak = flattened(x)
+        _, *strides = flattened(x)
         to = self.output(out, self._out, self.out_shape, self.epilogue.out_dtype)
         vector = check_bias(self.world, bias, self.epilogue.bias, self._columns, x)
         handle = self.begin(stream, x, y, to, vector)
         if self._tiles:
-            self._launch(handle, x, y, to, vector, (stride_am, stride_ak))
+            self._launch(handle, x, y, to, vector, tuple(strides))
         return self._out if out is None else out
 
     def _launch(
         self, stream: int, x: Operand, y: Operand, to: Operand, vector: Operand,
         strides: tuple[int, int],
     ) -> None:  # fmt: skip
-        constants = {**self.epilogue.constants, **tile_constants(self.config)}
-        product = {k: v for k, v in constants.items() if k not in ("HAS_BIAS", "ACTIVATION")}
-        unused = ("BK", "GROUP_M", "PRECISION", "num_stages")
-        reduction = {k: v for k, v in constants.items() if k not in unused}
-        shared = (self._partials, self._signals, self._epoch, self.group.handle)
-        sizes = (self._rows, self._columns)
+        config, (k, n) = self.config, self.shape_b
+        shared = (self._partials, self._signals, self._epoch, self.group.handle, self._rows, n)
         self.launch(begin_kernel, 1, stream, self._epoch, num_warps=1)
         self.launch(
-            produce_kernel, blocks_for(self.world, self._tiles * self.group.size), stream, x.pointer,
-            y.pointer, *shared, *sizes, self.shape_b[0], *strides, *y.strides, **product,
+            produce_kernel, blocks_for(self.world, self._tiles * self.group.size), stream,
+            x.pointer, y.pointer, *shared, k, *strides, *y.strides,
+            **self.epilogue.product_constants(config, k, n, strides, y.strides),
         )  # fmt: skip
         self.launch(
             reduce_kernel, blocks_for(self.world, self._tiles), stream, to.pointer, vector.pointer,
-            *shared, *sizes, **reduction,
+            *shared, BM=config.block_m, BN=config.block_n, EVEN=n % 16 == 0,
+            num_warps=config.num_warps, **self.epilogue.constants,
         )  # fmt: skip
 
 
@@ -273,24 +280,17 @@ def matmul_reduce_scatter(
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    world = world_of(a, b)
-    group = world.group(team)
-    call = Call(world, group, a, "matmul_reduce_scatter")
-    with call.posting_refusals():
+    call = Call("matmul_reduce_scatter", a, b, out, team=team, stream=stream)
+    with call.checks():
         no_scales(scale_a, scale_b)
-        if algorithm not in (None, "fused"):
-            raise InvalidArgument(f"algorithm={algorithm!r} is not one of None, 'fused'")
-        x, y = operand(world, a, "a"), operand(world, b, "b")
-        options = {
-            "partial_dtype": partial_dtype, "bias": bias is not None, "activation": activation,
-            "out_dtype": out_dtype, "allow_tf32": allow_tf32, "config": config,
-        }  # fmt: skip
-        plan = cached(
-            world,
-            group,
-            ("matmul_reduce_scatter", x.shape, y.shape, x.dtype, *options.values()),
-            lambda: MatmulReduceScatter(world, x.shape, y.shape, x.dtype, team=team, **options),
-        )
-        target = call.result(plan.out_shape, plan.epilogue.out_dtype) if out is None else out
-        plan(a, b, target, bias=bias, stream=stream)
+        check_fused(algorithm)
+        x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
+        vector = call.optional(bias, "bias")
+        plan = call.plan(
+            MatmulReduceScatter, x.shape, y.shape, x.dtype, partial_dtype=partial_dtype,
+            bias=bias is not None, activation=activation, out_dtype=out_dtype,
+            allow_tf32=allow_tf32, config=config,
+        )  # fmt: skip
+        target = call.target(out, plan.out_shape, plan.epilogue.out_dtype)
+        plan(x, y, target, bias=vector, stream=call.stream)
     return call.finish(target)

@@ -15,7 +15,7 @@ from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.faults import Pointer
 from tdx.runtime.world import World
 
-__all__ = ["Operand", "check_operand", "check_output", "elements", "operand", "words_of"]
+__all__ = ["Operand", "byte_units", "check_operand", "check_output", "elements", "operand"]
 
 
 class Operand:
@@ -23,9 +23,7 @@ class Operand:
 
     __slots__ = ("array", "dtype", "pointer", "shape", "strides")
 
-    def __init__(
-        self, pointer: Any, shape: tuple[int, ...], strides: tuple[int, ...], array: Any
-    ):
+    def __init__(self, pointer: Any, shape: tuple[int, ...], strides: tuple[int, ...], array: Any):
         self.pointer = pointer
         self.dtype: np.dtype = pointer.dtype
         self.shape = shape
@@ -39,7 +37,6 @@ class Operand:
         pairs = zip(self.shape, self.strides, expected, strict=True)
         return 0 in self.shape or all(n == 1 or s == e for n, s, e in pairs)
 
-
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the memory."""
         block = getattr(self.array, "_block", None)
@@ -49,6 +46,8 @@ class Operand:
 
 def operand(world: World, x: Any, what: str) -> Operand:
     """`x` (a tdx array of `world`, or foreign memory of the same device) as an operand."""
+    if isinstance(x, Operand):
+        return x
     if isinstance(x, Array):
         if x.world is not world:
             raise InvalidArgument(f"{what} belongs to another world than the plan")
@@ -80,9 +79,7 @@ def operand(world: World, x: Any, what: str) -> Operand:
     return Operand(pointer, memory.shape, tuple(s // size for s in memory.strides), (x, memory))
 
 
-def check_operand(
-    op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: str
-) -> Operand:
+def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: str) -> Operand:
     """`op` if it is contiguous and of the given shape and dtype, else an error that says so."""
     if op.dtype != dtype:
         raise DtypeError(f"{what} has dtype {op.dtype}, expected {dtype}")
@@ -102,20 +99,16 @@ def check_output(world: World, out: Any, shape: tuple[int, ...], dtype: np.dtype
     return op
 
 
-def words_of(op: Operand, *others: Operand) -> tuple[Any, ...]:
-    """Pointers to the memory of operands as the widest integers that fit all, and words a shard.
+def byte_units(*multiples: int) -> tuple[str, int]:
+    """How to move bytes whose sizes and addresses are all multiples of the given numbers.
 
-    Data movement does not care for the element type: the word is the largest of 8, 4, 2, 1 bytes
-    that divides the first operand's size and every address.
+    Data movement does not care for the element type. Returns the widest integer dtype, of 8 bytes
+    at most, and how many of them (16 at most) make a unit that divides all numbers: kernels get
+    sizes in units, and with the constant they know how everything is aligned.
     """
-    nbytes = elements(op.shape) * op.dtype.itemsize
-    operands = (op, *others)
-    mixed = nbytes
-    for each in operands:
-        mixed |= each.pointer.data_ptr()
-    width = next(w for w in (8, 4, 2, 1) if mixed % w == 0)
-    pointers = [o.pointer.cast(f"i{width}") for o in operands]
-    return (nbytes // width, *pointers)
+    unit = math.gcd(128, *multiples)
+    width = min(unit, 8)
+    return f"i{width}", unit // width
 
 
 def elements(shape: Sequence[int]) -> int:

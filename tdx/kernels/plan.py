@@ -1,118 +1,134 @@
 """What every plan does: checks, agreement between ranks, workspaces, launches.
 
-A plan is an operation with all checks, workspace and compilation done. Making one is collective:
-ranks compare what they are about to make, and a rank that refuses its arguments makes the others
-raise CollectiveMismatch instead of waiting. Calling one allocates nothing, exchanges nothing on
-the host and does not synchronise, so it may be recorded in a graph.
+A plan is an operation with all checks and workspace done. Making one is collective: ranks compare
+what they are about to make, and a rank that refuses its arguments makes the others raise
+CollectiveMismatch instead of waiting. Calling one allocates nothing, exchanges nothing on the
+host and does not synchronise, so it may be recorded in a graph.
+
+    class Operation(Plan):
+        def __init__(self, world, shape, dtype, team=None):
+            with self.agreement(world, team) as shared:       # checks; a refusal is posted
+                self.shape, self.dtype = plain_shape(shape), dtypes.resolve(dtype)
+                shared.update(shape=self.shape, dtype=self.dtype)
+            with self.preparation():                          # the same steps on every rank
+                self._slots = self.workspace("slots", ...)
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from tdx.interop import owner_of
 from tdx.kernels.operand import Operand, check_operand, check_output, operand
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
-from tdx.runtime.errors import Closed, InvalidArgument, TdxError
+from tdx.runtime.config import config
+from tdx.runtime.errors import (
+    Closed,
+    DriverError,
+    DtypeError,
+    HeapExhausted,
+    InvalidArgument,
+    TdxError,
+    Unsupported,
+)
 from tdx.runtime.group import Group
-from tdx.runtime.init import current_world
 from tdx.runtime.signals import Channel, Site, make_channel
 from tdx.runtime.stream import order, stream_handle
 from tdx.runtime.world import World
 
-__all__ = ["Call", "Plan", "cached", "caller", "launch", "world_of"]
+__all__ = ["Plan", "launch", "plain_shape", "posting_refusals"]
 
-_CACHED_PLANS = 64  # one-line functions keep this many plans for each group of ranks
-
-P = TypeVar("P", bound="Plan")
-
-
-def launch(
-    world: World, kernel: Any, grid: int, stream: Any, *args: Any,
-    uses: Sequence[Operand] = (), **constants: Any,
-) -> None:  # fmt: skip
-    """Run a kernel of `grid` blocks on `stream`, after the last use of the operands elsewhere."""
-    driver = world.driver
-    handle = driver.current_stream() if stream is None else stream_handle(stream)
-    for op in uses:
-        op.enter(handle)
-    driver.launch(kernel, grid, handle, args, constants)
+# raised by one rank on its own
+_REFUSALS = (InvalidArgument, DtypeError, Unsupported, Closed, DriverError, HeapExhausted)
 
 
 class Plan:
-    """Base of all plans. Subclasses define `_check`, `_build` and `__call__`."""
+    """Base of all plans.
+
+    Attributes
+    ----------
+    world : World
+    group : World or Team
+        The ranks that take part.
+    call : str
+        What the ranks agreed on.
+    """
 
     operation = "plan"
 
-    def __init__(self, world: World, call: str, team: Group | None, check: Callable[[], None]):
-        """Agree on `call` with all ranks of the team after `check()` accepted the arguments.
+    world: World
+    group: Group
+    call: str
 
-        `check` runs locally, must have no effect but on the plan's own attributes, and raises
-        for arguments the operation cannot take.
+    @contextlib.contextmanager
+    def agreement(self, world: World, team: Group | None) -> Iterator[dict[str, Any]]:
+        """Check arguments in the block, then agree with all ranks on what it puts into the dict.
+
+        The block runs locally and changes nothing but attributes of the plan. If it raises, the
+        other ranks raise CollectiveMismatch at once.
         """
         world.check()
-        if world.recording is not None:
-            raise InvalidArgument(
-                f"{call} would make a plan while a graph is being recorded; call it once before, "
-                "with the same shapes, or make the plan before recording"
-            )
-        self.world = world
-        self.group = world.group(team)
-        self.site = Site(self.operation, "signal")
+        self.world, self.group = world, world.group(team)
+        self._sites: list[Site] = []
         self._stream = 0
-        try:
-            check()
-        except TdxError as error:
-            refused(world, self.group, self._record(call), error)
-            raise
-        world.channels.agree(self._record(call), members=self.group.ranks)
-        with world.channels.busy(call):
-            self._build()
-        world.meet(f"{call} is ready", self.group)
+        shared: dict[str, Any] = {}
+        with posting_refusals(world, self.group, self.operation):
+            if world.recording is not None:
+                raise InvalidArgument(
+                    f"{self.operation} would make a plan while a graph is being recorded; call it "
+                    "once before, with the same shapes, or make the plan before recording"
+                )
+            yield shared
+        described = ", ".join(f"{name}={value}" for name, value in shared.items())
+        self.call = f"{self.operation}({described})"
+        self._agree()
 
-    def _record(self, call: str) -> str:
+    def _agree(self) -> None:
         heap = self.world.user_region.heap.digest.hex()[:16]
-        return f"{call} team={list(self.group.ranks)} heap={heap}"
+        record = f"{self.call} team={list(self.group.ranks)} heap={heap}"
+        self.world.channels.agree(record, members=self.group.ranks)
 
-    def _build(self) -> None:
-        """Allocate workspaces and channels; the same calls on every rank of the group."""
+    @contextlib.contextmanager
+    def preparation(self) -> Iterator[None]:
+        """Allocate workspaces and channels in the block, the same on every rank; then meet."""
+        channels = self.world.channels
+        with channels.busy(self.call), posting_refusals(self.world, self.group, self.call):
+            yield
+            self.world.synchronize()
+        channels.barrier(f"{self.call} is ready", self.group.ranks)
 
-    # ---- for _build
+    # ---- for the preparation
     def workspace(self, name: str, shape: Sequence[int], dtype: Any) -> Array:
         """A zeroed symmetric array outside the user's heap."""
-        site = Site(self.operation, name)
-        array = self.world.allocate_runtime(
-            self.group, tuple(shape), dtypes.resolve(dtype), site
-        )
-        self._share(site)
-        return array
+        site = self._site(name)
+        return self.world.allocate_runtime(self.group, tuple(shape), dtypes.resolve(dtype), site)
 
     def channel(self, blocks: int) -> Channel:
         """Signals for `blocks` blocks."""
-        site = Site(self.operation, "channel")
-        channel = make_channel(self.world, self.group, blocks, site)
-        self._share(site)
-        return channel
+        return make_channel(self.world, self.group, blocks, self._site("channel"))
 
-    def _share(self, site: Site) -> None:
-        self._sites = [*getattr(self, "_sites", []), site]
+    def _site(self, name: str) -> Site:
+        site = Site(self.operation, name)
+        self._sites.append(site)
+        return site
 
-    def local(self, shape: Sequence[int], dtype: Any) -> Array:
-        """The plan's own result buffer."""
+    def result_buffer(self, shape: Sequence[int], dtype: Any, wanted: bool) -> Array | None:
+        """What calls without `out` return, if the plan is to have it."""
+        if not wanted:
+            return None
         return self.world.empty(tuple(shape), dtype, symmetric=False, name=self.operation)
 
     def blocks_for(self, tasks: int) -> int:
         """How many blocks share `tasks` tasks so that all are resident and may wait."""
         return max(1, min(tasks, self.world.driver.resident_blocks()))
 
-    # ---- for __call__
+    # ---- for calls
     def begin(self, stream: Any, *operands: Operand) -> int:
         """Start a call: pending faults, stream order, bookkeeping. Returns the stream's handle."""
         world = self.world
@@ -126,6 +142,8 @@ class Plan:
             site.location = location
         if world.recording is not None:
             world.recording.keep(self, *(op.array for op in operands))
+        elif config.debug:
+            self._agree()
         return handle
 
     def begin_stream(self, stream: Any) -> int:
@@ -146,18 +164,53 @@ class Plan:
         self, out: Any, buffer: Array | None, shape: tuple[int, ...], dtype: np.dtype
     ) -> Operand:
         """Check `out`, or take the plan's own buffer when it is None."""
+        if out is None and buffer is None:
+            raise InvalidArgument(f"{self.operation}: the plan has no buffer of its own; pass out=")
         return check_output(self.world, buffer if out is None else out, shape, dtype)
 
     def launch(self, kernel: Any, grid: int, stream: int, *args: Any, **constants: Any) -> None:
         """Run a kernel of `grid` blocks on the stream that `begin` returned."""
-        launch(self.world, kernel, grid, stream, *args, **constants)
+        self.world.driver.launch(kernel, grid, stream, args, constants)
 
 
-def refused(world: World, group: Group, call: str, error: TdxError) -> None:
-    """Post a refusal to the group, once, so that peers raise instead of waiting."""
-    error.posted = True  # type: ignore[attr-defined]
-    with contextlib.suppress(TdxError):
-        world.channels.agree(call, error, members=group.ranks)
+def launch(
+    world: World, kernel: Any, grid: int, stream: Any, *args: Any,
+    uses: Sequence[Operand] = (), **constants: Any,
+) -> None:  # fmt: skip
+    """Run a kernel of `grid` blocks on `stream`, after the last use of the operands elsewhere."""
+    driver = world.driver
+    handle = driver.current_stream() if stream is None else stream_handle(stream)
+    for op in uses:
+        op.enter(handle)
+    driver.launch(kernel, grid, handle, args, constants)
+
+
+@contextlib.contextmanager
+def posting_refusals(world: World, group: Group, operation: str) -> Iterator[None]:
+    """When this rank refuses what it was given in the block, make its peers raise, not wait.
+
+    Errors that ranks raise together are not posted, nor is one error twice.
+    """
+    try:
+        yield
+    except _REFUSALS as error:
+        if not getattr(error, "posted", False) and not world.closed:
+            error.posted = True  # type: ignore[union-attr]
+            with contextlib.suppress(TdxError):
+                world.channels.agree(operation, error, members=group.ranks)
+        raise
+
+
+def plain_shape(shape: Any) -> tuple[int, ...]:
+    """A shape argument, an int or a sequence of ints >= 0, as a tuple of ints."""
+    try:
+        extents = (shape,) if hasattr(shape, "__index__") else tuple(shape)
+        plain = tuple(operator.index(n) for n in extents)
+    except TypeError:
+        raise InvalidArgument(f"shape {shape!r} must be an int or a sequence of ints") from None
+    if any(n < 0 for n in plain):
+        raise InvalidArgument(f"shape {shape!r}: extents must be >= 0")
+    return plain
 
 
 def caller() -> str:
@@ -166,103 +219,3 @@ def caller() -> str:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("tdx."):
         frame = frame.f_back  # type: ignore[assignment]
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-
-
-# ---- one-line functions
-def cached(world: World, group: Group, key: tuple[Any, ...], make: Callable[[], P]) -> P:
-    """The plan for `key`, made on first use. Every rank of the group must come here alike."""
-    plans: OrderedDict[Any, Any] = world.plans.setdefault(group.index, OrderedDict())
-    plan = plans.get(key)
-    if plan is None:
-        plan = make()
-        plans[key] = plan
-        if len(plans) > _CACHED_PLANS:
-            plans.popitem(last=False)
-    else:
-        plans.move_to_end(key)
-    return plan
-
-
-def world_of(*arrays: Any) -> World:
-    """The world of the tdx arrays among the arguments, else the one that is open."""
-    for x in arrays:
-        if isinstance(x, Array):
-            return x.world
-    world = current_world()
-    if world is None:
-        raise Closed("no world is open; call tdx.init() first")
-    return world
-
-
-class Call:
-    """One call of a one-line function: results in the caller's own framework.
-
-    A tdx array gives a tdx array. Other inputs are read where they are, and the result is
-    written into an array of the caller's framework; for a consumer without a stream the call
-    returns when the result is there.
-    """
-
-    def __init__(self, world: World, group: Group, like: Any, operation: str):
-        self.world = world
-        self.group = group
-        self.like = like
-        self.operation = operation
-        self.framework = None if isinstance(like, Array) else owner_of(like)
-
-    @contextlib.contextmanager
-    def posting_refusals(self) -> Iterator[None]:
-        """Tell the peers when this rank refuses the call before it reached a plan."""
-        try:
-            if self.framework is None and not isinstance(self.like, Array):
-                raise InvalidArgument(
-                    f"{self.operation}: expected a tdx array, a NumPy array or a DLPack producer, "
-                    f"got {type(self.like).__name__}"
-                )
-            yield
-        except TdxError as error:
-            if not getattr(error, "posted", False) and not self.world.closed:
-                refused(self.world, self.group, self.operation, error)
-            raise
-
-    def result(self, shape: Sequence[int], dtype: np.dtype) -> Any:
-        """Memory for a fresh result: an array the plan can write to."""
-        if self.framework is not None:
-            made = self.framework.empty(tuple(shape), dtype, self.like)
-            if made is not None:
-                return made
-        return self.world.empty(tuple(shape), dtype, symmetric=False)
-
-    def finish(self, results: Any) -> Any:
-        """Hand results over: wait where the consumer has no stream, adopt what it cannot write."""
-        if self.framework is None:
-            return results
-        if self.framework.stream_of(self.like) is None:
-            self.world.synchronize()
-        if isinstance(results, tuple):
-            return tuple(self._adopt(r) for r in results)
-        return self._adopt(results)
-
-    def _adopt(self, result: Any) -> Any:
-        if isinstance(result, Array) and self.framework is not None:
-            return self.framework.adopt(result, self.like)
-        return result
-
-    def copy(self, source: Array, target: Any, stream: Any) -> None:
-        """Copy a plan's contiguous buffer to memory of `result`, in stream order."""
-        driver = self.world.driver
-        handle = driver.current_stream() if stream is None else stream_handle(stream)
-        to = operand(self.world, target, "out")
-        for op in (operand(self.world, source, "buffer"), to):
-            op.enter(handle)
-        driver.copy(to.pointer.data_ptr(), source._address, source.nbytes, handle)
-
-    def readable(self, x: Any) -> Any:
-        """`x` itself, or a contiguous copy of a foreign array that is not contiguous."""
-        if isinstance(x, Array):
-            return x
-        memory = operand(self.world, x, "x")
-        if memory.contiguous:
-            return x
-        copy = self.world.empty(memory.shape, memory.dtype, symmetric=False)
-        copy.copy_from(x)
-        return copy

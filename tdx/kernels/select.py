@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CONSTANTS", "Constants", "block_elements", "constants", "matmul_blocks", "power_of_two"]
+__all__ = [
+    "CONSTANTS",
+    "Constants",
+    "block_bytes",
+    "block_elements",
+    "constants",
+    "power_of_two",
+    "tile_for",
+]
 
 
 @dataclass(frozen=True)
@@ -20,23 +28,33 @@ class Constants:
     blocks : int
         Blocks an elementwise kernel is spread over, if it is large enough.
     tile : tuple[int, int, int]
-        Rows, columns and depth of a matmul's tile.
+        Rows, columns and depth in bytes of a matmul's tile.
+    stages : int
+        Depth of a matmul's load pipeline.
     matmul_blocks : int
         Most blocks of a matmul.
+    push_blocks : int
+        Blocks of a kernel that pushes beside a matmul, for all peers together.
+    chunks_per_rank : int
+        Pieces in which a rank's part is gathered beside a matmul.
     """
 
     low_latency_bytes: int
     block_elements: tuple[int, int]
     blocks: int
     tile: tuple[int, int, int]
+    stages: int
     matmul_blocks: int
+    push_blocks: int
+    chunks_per_rank: int
 
 
+# A GPU's tile of 128 x 128 x 128 bytes takes 32 KiB of shared memory a stage.
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
-    "host": Constants(16 << 10, (256, 1 << 17), 1, (128, 128, 128), 2),
-    "cuda": Constants(256 << 10, (1024, 4096), 128, (128, 128, 64), 1 << 10),
-    "hip": Constants(256 << 10, (1024, 4096), 128, (128, 128, 64), 1 << 10),
+    "host": Constants(16 << 10, (256, 1 << 17), 1, (128, 128, 512), 1, 2, 1, 1),
+    "cuda": Constants(256 << 10, (1024, 4096), 128, (128, 128, 128), 3, 1 << 10, 16, 8),
+    "hip": Constants(256 << 10, (1024, 4096), 128, (128, 128, 128), 2, 1 << 10, 16, 8),
 }
 
 
@@ -52,9 +70,17 @@ def block_elements(backend: str, numel: int) -> int:
     return min(most, max(fewest, power_of_two(-(-numel // limits.blocks))))
 
 
-def matmul_blocks(backend: str, tiles: int, resident: int) -> int:
-    """Persistent blocks for a matmul of `tiles` tiles."""
-    return max(1, min(tiles, resident, constants(backend).matmul_blocks))
+def block_bytes(backend: str, nbytes: int) -> int:
+    """The same for a kernel that moves bytes in words of up to 8."""
+    return 8 * block_elements(backend, -(-nbytes // 8))
+
+
+def tile_for(backend: str, m: int, n: int, k: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows, columns and depth of a product's tile: no larger than the product asks for."""
+    rows, columns, depth_bytes = constants(backend).tile
+    limits = ((rows, m), (columns, n), (depth_bytes // itemsize, k))
+    fitted = [max(16, min(limit, power_of_two(extent))) for limit, extent in limits]
+    return fitted[0], fitted[1], fitted[2]
 
 
 def power_of_two(n: int) -> int:

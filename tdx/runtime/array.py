@@ -117,6 +117,8 @@ class Array:
         """
         self._block.check()
         self._block.stream = self.world.driver.launch_stream()
+        if self.world.recording is not None:
+            self.world.recording.keep(self)
         return self._address
 
     # ---- views

@@ -32,6 +32,8 @@ class Copies:
 
     def copy(self, target: Array, source: Array | Imported) -> None:
         """Copy equal shapes and dtypes; `target` is not empty."""
+        if self._world.recording is not None:
+            self._world.recording.keep(target, source)
         block = target._block
         stream = block.stream or self._world.stream.handle
         block.enter(stream)

@@ -11,10 +11,20 @@ __all__ = ["describe_ranks", "pack_error", "raise_for_peers", "require_same_call
 
 
 def pack_error(error: BaseException | None) -> bytes:
-    """The outcome of a local step as bytes: empty for success, else "Class: message"."""
+    """The outcome of a local step as bytes: empty for success, else "Class: message".
+
+    Marks the error as one that the peers are told of.
+    """
     if error is None:
         return b""
+    _known_to_all(error)
     return f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+
+
+def _known_to_all(error: BaseException) -> BaseException:
+    """Mark an error of which the peers know, so that no refusal is posted for it as well."""
+    error.posted = True  # type: ignore[attr-defined]
+    return error
 
 
 def raise_for_peers(outcomes: Mapping[int, bytes], what: str) -> None:
@@ -31,7 +41,7 @@ def raise_for_peers(outcomes: Mapping[int, bytes], what: str) -> None:
     if not (isinstance(kind, type) and issubclass(kind, TdxError)):
         kind = TdxError
     reasons = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items()))
-    raise kind(f"{what} failed: {reasons}")
+    raise _known_to_all(kind(f"{what} failed: {reasons}"))
 
 
 def require_same_calls(calls: Mapping[int, str]) -> None:
@@ -41,10 +51,11 @@ def require_same_calls(calls: Mapping[int, str]) -> None:
         by_call.setdefault(call, []).append(rank)
     if len(by_call) > 1:
         table = "; ".join(f"{describe_ranks(ranks)}: {call}" for call, ranks in by_call.items())
-        raise CollectiveMismatch(
+        mismatch = CollectiveMismatch(
             f"ranks made different calls where all must make the same one: {table}",
             dict(sorted(calls.items())),
         )
+        raise _known_to_all(mismatch)
 
 
 def describe_ranks(ranks: Collection[int]) -> str:

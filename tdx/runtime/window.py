@@ -16,16 +16,19 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from tdx import abi
 from tdx.runtime.errors import HeapExhausted
 from tdx.runtime.heap import Heap, HeapFull, format_bytes
 from tdx.runtime.undo import Undo
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
+    from tdx.runtime.group import Group
     from tdx.runtime.host_channel import HostChannel
 
-__all__ = ["Region", "Window"]
+__all__ = ["Region", "RuntimeRegions", "Window"]
 
+_FIRST_RUNTIME_BYTES = 2 << 20
 _LARGEST_STEP = 1 << 30  # a region doubles as it grows, by at most this much at once
 
 
@@ -174,7 +177,8 @@ class Region:
         busy = {s for s in streams if s and not self.window.driver.stream_query(s)}
         mine = [o for o in self.heap.dropped() if self._last[o][0] not in busy]
         payload = struct.pack(f"<{len(mine)}Q", *mine)
-        everybody = self.window.channel.allgather(payload, f"{self.name} heap is full at {label}", self.ranks)
+        what = f"{self.name} heap is full at {label}"
+        everybody = self.window.channel.allgather(payload, what, self.ranks)
         agreed = set(mine)
         for theirs in everybody:
             agreed &= {offset for (offset,) in struct.iter_unpack("<Q", theirs)}
@@ -186,7 +190,8 @@ class Region:
     def _reclaim_all(self, full: HeapFull, label: str) -> str:
         """As _reclaim_idle, after the queued work and a garbage collection."""
         window = self.window
-        window.channel.together(window.driver.synchronize, f"{self.name} heap waits at {label}")
+        what = f"{self.name} heap waits at {label}"
+        window.channel.together(window.driver.synchronize, what, self.ranks)
         gc.collect()
         return self._reclaim_idle(full, label)
 
@@ -223,3 +228,27 @@ class Region:
             f"largest piece of {format_bytes(heap.largest_free)}, limit "
             f"{format_bytes(heap.limit)}{why}; free arrays or pass a larger heap_bytes= to tdx.init"
         )
+
+
+class RuntimeRegions:
+    """Where the plans and channels of each group live, apart from the user's arrays."""
+
+    def __init__(self, window: Window, limit_bytes: int):
+        self._window = window
+        self._limit = limit_bytes
+        self._regions: dict[int, Region] = {}
+
+    def of(self, group: Group) -> Region:
+        """The group's region, made on first use by all its ranks."""
+        region = self._regions.get(group.index)
+        if region is None:
+            # the world has the first quarter of a rank's addresses, teams share the second
+            quarter = self._window.stride // 4
+            share = quarter // (abi.MAX_TEAMS + 1)
+            start = quarter + group.index * share if group.index else 0
+            limit = min(self._limit, share if group.index else quarter) // 256 * 256
+            region = Region(
+                self._window, "runtime", start, _FIRST_RUNTIME_BYTES, limit, group.ranks
+            )
+            self._regions[group.index] = region
+        return region

@@ -23,7 +23,7 @@ from tdx.runtime.group import Group, Team, check_rank, make_handle
 from tdx.runtime.signals import Channel, Site, Sites, check_blocks, make_channel
 from tdx.runtime.stream import Stream, stream_handle
 from tdx.runtime.undo import Undo
-from tdx.runtime.window import Region, Window
+from tdx.runtime.window import Region, RuntimeRegions, Window
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["World"]
 
-_FIRST_RUNTIME_BYTES = 2 << 20
 _FIRST_USER_BYTES = 64 << 20
 
 
@@ -90,9 +89,8 @@ class World(Group):
         self.window = Window(driver, channel, self.rank, self.size)
         undo.add(self.window.close)
         limit = min(heap_bytes or memory_bytes, self.window.stride // 2) // 256 * 256
-        self._memory_bytes = memory_bytes
-        self._runtime_regions: dict[int, Region] = {}  # by group
-        self.runtime_region(self)
+        self.runtime_regions = RuntimeRegions(self.window, memory_bytes)
+        self.runtime_regions.of(self)
         start = self.window.stride // 2
         first = min(_FIRST_USER_BYTES, limit)
         self.user_region = Region(self.window, "user", start, first, limit, self.ranks)
@@ -163,28 +161,13 @@ class World(Group):
         array = self.empty(source.shape, source.dtype, symmetric, name)
         return array.copy_from(source)
 
-    def runtime_region(self, group: Group) -> Region:
-        """Where the plans and channels of a group live; made on first use by all its ranks."""
-        region = self._runtime_regions.get(group.index)
-        if region is None:
-            # the world has the first quarter of a rank's addresses, teams share the second
-            quarter = self.window.stride // 4
-            share = quarter // (abi.MAX_TEAMS + 1)
-            start = quarter + group.index * share if group.index else 0
-            limit = min(self._memory_bytes, share if group.index else quarter) // 256 * 256
-            region = Region(
-                self.window, "runtime", start, _FIRST_RUNTIME_BYTES, limit, group.ranks
-            )
-            self._runtime_regions[group.index] = region
-        return region
-
     def allocate_runtime(
         self, group: Group, shape: tuple[int, ...], dtype: np.dtype, site: Site
     ) -> Array:
         """A zeroed array, symmetric in the group, outside the user's heap."""
         nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
         label = f"{site.operation} {site.signal}"
-        block = self._symmetric(self.runtime_region(group), nbytes, label, site)
+        block = self._symmetric(self.runtime_regions.of(group), nbytes, label, site)
         strides = dlpack.row_major(shape, dtype.itemsize)
         array = Array(self, block, block.address, shape, strides, dtype)
         self._fill_zero(array)
@@ -199,6 +182,8 @@ class World(Group):
     def _fill_zero(self, array: Array) -> None:
         if array.size:
             stream = self.driver.current_stream()
+            if self.recording is not None:
+                self.recording.keep(array)
             array._block.enter(stream)
             self.driver.fill(array._address, 0, array.nbytes, stream)
 

@@ -1,9 +1,8 @@
-"""The host tier's device: launches, streams, graphs, scheduling, errors, in a world of one."""
+"""The host tier's device: programs that wait, streams, events, graphs, in a world of one."""
 
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 
@@ -15,6 +14,7 @@ import triton.language as tl
 import tdx
 import tdx.language as tdl
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, PeerTimeout
+from tests.helpers.host_kernels import add, count, nothing, spin
 
 
 @pytest.fixture
@@ -34,17 +34,6 @@ def settings():
 
 
 @triton.jit
-def _nothing():
-    pass
-
-
-@triton.jit
-def _add(x, n, amount, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x + i, tl.load(x + i, mask=i < n) + amount, mask=i < n)
-
-
-@triton.jit
 def _wait_for_the_next(signals, out, world):
     """Block i waits for block i + 1; the last one starts the chain."""
     i = tl.program_id(0)
@@ -54,12 +43,6 @@ def _wait_for_the_next(signals, out, world):
         ok = tdl.wait(signals + i + 1, world, 1)
     tl.store(out + i, 1, mask=ok)
     tdl.notify(signals + i, tdl.rank(world), world, 1, when=ok)
-
-
-@triton.jit
-def _spin(flag, goal):
-    while tl.atomic_add(flag, 0) < goal:
-        pass
 
 
 @triton.jit
@@ -80,18 +63,6 @@ def _hand_over(mine, theirs, tiles, out, rounds, first: tl.constexpr, world):
         tl.store(tiles, value + 1, mask=ok)
         tl.store(out + i, value, mask=ok)
         tdl.notify(mine, me, world, i + 1, when=ok)
-
-
-@triton.jit
-def _wrong_shapes(x):
-    i = tl.arange(0, 4)
-    value = tl.load(x + i)
-    tl.store(x + i, value + tl.arange(0, 8))  # the wrong line
-
-
-@triton.jit
-def _count(counter):
-    tl.atomic_add(counter, 1)
 
 
 @triton.jit
@@ -119,21 +90,21 @@ def test_grid_above_occupancy_that_waits_for_itself_is_named():
     world.close()
 
 
-@pytest.mark.parametrize(("kernel", "arguments"), [(_spin, (1,)), (_spin_on_two, ())])
+@pytest.mark.parametrize(("kernel", "arguments"), [(spin, (1,)), (_spin_on_two, ())])
 def test_a_spin_loop_that_nobody_ends_is_named(kernel, arguments):
     with tdx.init(backend="host", timeout_s=0.2) as world:
         flag = world.zeros(2, "int32")
         kernel[(1,)](flag, *arguments)
         with pytest.raises(DriverError, match=r"deadlock.*spins at .*while tl.atomic_add"):
             world.synchronize()
-        _add[(1,)](flag, 2, 1, BLOCK=2)
+        add[(1,)](flag, 2, 1, BLOCK=2)
         assert flag.numpy().tolist() == [1, 1]
 
 
 def test_a_cooperative_grid_above_occupancy_is_refused(world):
     with pytest.raises(InvalidArgument, match=r"9 programs.*8 are resident"):
-        _nothing[(9,)](launch_cooperative_grid=True)
-    _nothing[(8,)](launch_cooperative_grid=True)
+        nothing[(9,)](launch_cooperative_grid=True)
+    nothing[(8,)](launch_cooperative_grid=True)
 
 
 def test_kernels_on_two_streams_hand_tiles_to_each_other(world):
@@ -155,9 +126,9 @@ def test_a_long_kernel_lets_other_streams_run(world):
     counter, flag = world.zeros(1, "int32"), world.zeros(1, "int32")
     world.synchronize()
     other = world.new_stream()
-    _count[(1000,)](counter)
+    count[(1000,)](counter)
     with world.on(other):
-        _add[(1,)](flag, 1, 1, BLOCK=1)
+        add[(1,)](flag, 1, 1, BLOCK=1)
     other.synchronize()
     assert len(world.driver.device.streams[world.stream.handle].queue) == 1
     assert counter.numpy() == [1000]
@@ -166,12 +137,12 @@ def test_a_long_kernel_lets_other_streams_run(world):
 def test_no_deadline_waits_as_long_as_it_takes():
     with tdx.init(backend="host", timeout_s=0) as world:
         flag = world.zeros(1, "int32")
-        _spin[(1,)](flag, 1)
+        spin[(1,)](flag, 1)
         time.sleep(0.7)
         other = world.new_stream()
         assert not world.driver.stream_query(world.stream.handle)
         with world.on(other):
-            _count[(1,)](flag)
+            count[(1,)](flag)
         world.synchronize()
 
 
@@ -182,7 +153,7 @@ def test_an_error_leaves_a_block_with_work_still_queued():
         pytest.raises(KeyError),
         tdx.init(backend="host", timeout_s=0) as world,
     ):
-        _spin[(1,)](world.zeros(1, "int32"), 1)
+        spin[(1,)](world.zeros(1, "int32"), 1)
         raise KeyError
     assert time.monotonic() - start < 2
 
@@ -203,131 +174,20 @@ def test_a_seed_changes_the_order_and_not_the_result(settings):
     assert len(orders) > 2
 
 
-# ---- launches and errors
-def test_launches_are_asynchronous(world, settings):
-    flag = world.zeros(1, "int32")
-    world.synchronize()
-    start = time.monotonic()
-    _spin[(1,)](flag, 1)
-    point = world.stream.record()
-    assert time.monotonic() - start < 0.5
-    assert not point.query()
-    with world.on(world.new_stream()):
-        _count[(1,)](flag)
-    point.wait()
-    assert point.query()
-    settings.launch_blocking = True
-    _count[(1,)](flag)
-    assert world.driver.stream_query(world.stream.handle)
-
-
-def test_an_error_names_the_line_and_the_device_goes_on(world):
-    x = world.array(np.zeros(8, np.float32))
-    _wrong_shapes[(2,)](x)
-    _add[(1,)](x, 8, 1.0, BLOCK=8)  # dropped with the rest of the queue
-    place = r"kernel _wrong_shapes, program \(0, 0, 0\).*test_host_device.py:\d+: .*the wrong line"
-    with pytest.raises(DriverError, match=place):
-        world.synchronize()
-    _add[(1,)](x, 8, 1.0, BLOCK=8)
-    assert (x.numpy() == 1).all()
-
-
-def test_arguments_that_are_refused_at_the_launch(world):
-    x = world.zeros(4, "float32")
-    for arguments, text in [
-        ((np.zeros(4), 4, 1.0, 4), "world.array"),
-        (("text", 4, 1.0, 4), "str"),
-        ((x, 2**64, 1.0, 4), "64 bits"),
-        ((x, 4), "missing"),
-    ]:
-        with pytest.raises(InvalidArgument, match=text):
-            _add[(1,)](*arguments)
-    with pytest.raises(InvalidArgument, match="unknown_option"):
-        _add[(1,)](x, 4, 1.0, 4, unknown_option=1)
-    for grid in [(1, 2, 3, 4), (-1,), ()]:
-        with pytest.raises(InvalidArgument, match="grid"):
-            _add[grid](x, 4, 1.0, 4)
-    _add[(0,)](x, 4, 1.0, 4)
-    _add[(1,)](x, 4, 1.0, BLOCK=4, num_warps=4, num_stages=2, enable_fp_fusion=False)
-    assert (x.numpy() == 1).all()
-
-
-def test_a_launch_without_a_world():
-    with tdx.init(backend="host") as world:
-        x = world.zeros(4, "float32", symmetric=False)
-    with pytest.raises(Closed, match="no world is open"):
-        _nothing[(1,)]()
-    for use in (x.numpy, x.data_ptr, x.free, lambda: world.empty(1, "int8"), world.synchronize):
-        with pytest.raises(Closed):
-            use()
-    with pytest.raises(Closed):
-        world.stream.synchronize()
-    world.close()
-
-
-def test_launches_leak_nothing(world):
-    x = world.zeros(8, "float32")
-
-    def state():
-        gc.collect()
-        device = world.driver.device
-        return (
-            threading.active_count(), len(os.listdir("/proc/self/fd")), len(device.events),
-            len(device.streams), len(world.driver._local), _lines("/proc/self/maps"),
-            len(gc.get_objects()),
-        )  # fmt: skip
-
-    def burst(count):
-        for _ in range(count // 100):
-            for _ in range(100):
-                _add[(1,)](x, 8, 1.0, BLOCK=8)
-            world.synchronize()
-
-    burst(100)
-    before = state()
-    memory = _resident_kib()
-    burst(10_000)
-    assert _resident_kib() - memory < 20_000
-    after = state()
-    assert after[:5] == before[:5]
-    assert abs(after[5] - before[5]) < 20
-    assert after[6] - before[6] < 200
-
-
-def test_worlds_leak_nothing():
-    def burst(count):
-        for _ in range(count):
-            with tdx.init(backend="host", heap_bytes=1 << 20) as world:
-                x = world.zeros(8, "float32")
-                _add[(1,)](x, 8, 1.0, BLOCK=8)
-                assert x.numpy()[0] == 1
-        gc.collect()
-        return (
-            threading.active_count(), len(os.listdir("/proc/self/fd")), len(gc.get_objects())
-        )  # fmt: skip
-
-    before, maps, memory = burst(20), _lines("/proc/self/maps"), _resident_kib()
-    after = burst(1000)
-    assert after[:2] == before[:2]
-    assert after[2] - before[2] < 200
-    assert _lines("/proc/self/maps") - maps < 20
-    assert _resident_kib() - memory < 20_000
-
-
 # ---- streams, events, graphs
 def test_streams_are_ordered_by_events(world):
     flag, x = world.zeros(1, "int32"), world.zeros(4, "float32")
     world.synchronize()
     side = world.new_stream()
     with world.on(side):
-        _spin[(1,)](flag, 1)
-        _add[(1,)](x, 4, 1.0, BLOCK=4)
+        spin[(1,)](flag, 1)
+        add[(1,)](x, 4, 1.0, BLOCK=4)
     world.stream.wait(side)
-    _add[(1,)](x, 4, 1.0, BLOCK=4)
+    add[(1,)](x, 4, 1.0, BLOCK=4)
     start = world.stream.record()
     assert not start.query()
     with world.on(world.new_stream()):
-        _count[(1,)](flag)
+        count[(1,)](flag)
     end = side.record()
     end.wait()
     start.wait()
@@ -339,7 +199,7 @@ def test_streams_are_ordered_by_events(world):
         with pytest.raises(InvalidArgument, match="is not a stream"):
             side.wait(wrong)
     with pytest.raises(InvalidArgument, match="not an open stream"), world.on(1 << 40):
-        _nothing[(1,)]()
+        nothing[(1,)]()
 
 
 def test_on_is_per_thread_and_restored(world):
@@ -357,12 +217,12 @@ def test_a_graph_replays_with_side_streams(world):
     x = world.zeros(4, "float32")
     side = world.new_stream()
     with tdx.graph(world) as graph:
-        _add[(1,)](x, 4, 1.0, BLOCK=4)
+        add[(1,)](x, 4, 1.0, BLOCK=4)
         side.wait(world.stream)
         with world.on(side):
-            _add[(1,)](x, 4, 10.0, BLOCK=4)
+            add[(1,)](x, 4, 10.0, BLOCK=4)
         world.stream.wait(side)
-        _add[(1,)](x, 4, 100.0, BLOCK=4)
+        add[(1,)](x, 4, 100.0, BLOCK=4)
     assert (x.numpy() == 0).all()
     for _ in range(3):
         graph.replay()
@@ -376,12 +236,14 @@ def test_a_graph_holds_its_arrays(world):
     out = world.zeros(4, "float32")
     with tdx.graph(world) as graph:
         out.copy_from(x)
-        _add[(1,)](x, 4, 1.0, BLOCK=4)
+        add[(1,)](out, 4, 1.0, BLOCK=4)
     del x
     gc.collect()
+    others = [world.zeros(4, "float32", symmetric=False) for _ in range(100)]
     graph.replay()
     graph.replay()
     assert (out.numpy() == 2).all()
+    assert len(others) == 100
 
 
 def test_what_a_graph_refuses(world):
@@ -399,9 +261,9 @@ def test_what_a_graph_refuses(world):
     with pytest.raises(InvalidArgument, match="joined back"), tdx.graph(world):  # noqa: PT012
         side.wait(world.stream)
         with world.on(side):
-            _nothing[(1,)]()
+            nothing[(1,)]()
     with graph:
-        _add[(1,)](x, 4, 1.0, BLOCK=4)
+        add[(1,)](x, 4, 1.0, BLOCK=4)
     with pytest.raises(InvalidArgument, match="once"), graph:
         pass
     graph.replay()
@@ -409,25 +271,3 @@ def test_what_a_graph_refuses(world):
     world.close()
     with pytest.raises(Closed):
         graph.replay()
-
-
-def test_an_empty_kernel_is_launched_quickly(world):
-    for _ in range(100):
-        _nothing[(1,)]()
-    world.synchronize()
-    start = time.perf_counter()
-    for _ in range(200):
-        _nothing[(1,)]()
-        world.synchronize()
-    each = (time.perf_counter() - start) / 200
-    assert each < 5e-3, f"{each * 1e6:.0f} µs"
-
-
-def _lines(path):
-    with open(path) as file:
-        return sum(1 for _ in file)
-
-
-def _resident_kib():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))

@@ -35,6 +35,10 @@ _INSTALL = (
     "install the NVIDIA driver, or pass it into the container (docker run --gpus all); or use "
     'backend="host"'
 )
+_OLDER = (
+    "the driver has no such function; update the NVIDIA driver, or install a cuda-bindings of its "
+    "own version"
+)
 _HINTS = {
     "CUDA_ERROR_NO_DEVICE": "no GPU is visible; check CUDA_VISIBLE_DEVICES and the container",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the driver's library and its kernel module differ; "
@@ -56,11 +60,14 @@ def call(what: str, verb: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
     """
     try:
         result = verb(*args)
-    except RuntimeError as error:  # the library, or the verb in it, is not there
-        raise DriverError(f"{what}: {error}; {_INSTALL}") from error
-    code = int(result[0])
-    if code:
+    except RuntimeError as error:
+        raise DriverError(f"{what}: {error}: {_OLDER}") from error
+    if int(result[0]):
         raise _failure(what, result[0])
+    return _value(result)
+
+
+def _value(result: tuple[Any, ...]) -> Any:
     if len(result) == 2:
         return result[1]
     return result[1:] if len(result) > 2 else None
@@ -100,9 +107,7 @@ class CudaDevice:
         self._context = call(
             f"opening the context of GPU {index}", cu.cuDevicePrimaryCtxRetain, self._device
         )
-        self._teardown.add(
-            call, "closing the context", cu.cuDevicePrimaryCtxRelease, self._device
-        )
+        self._teardown.add(call, "closing the context", cu.cuDevicePrimaryCtxRelease, self._device)
         self.bind_thread()
         self._teardown.add(self._unbind, before)
 
@@ -122,16 +127,14 @@ class CudaDevice:
         try:
             result = verb(*args)
         except RuntimeError as error:
-            raise DriverError(f"{what}: {error}; {_INSTALL}") from error
+            raise DriverError(f"{what}: {error}: {_OLDER}") from error
         code = int(result[0])
-        if code:
-            if code not in _NO_CONTEXT:
-                raise _failure(what, result[0])
-            self.bind_thread()
-            return call(what, verb, *args)
-        if len(result) == 2:
-            return result[1]
-        return result[1:] if len(result) > 2 else None
+        if not code:
+            return _value(result)
+        if code not in _NO_CONTEXT:
+            raise _failure(what, result[0])
+        self.bind_thread()
+        return call(what, verb, *args)
 
     def _forked(self) -> bool:
         """Whether this is a forked copy of the process, which cannot use the GPU."""
@@ -193,13 +196,14 @@ def _start() -> int:
     try:
         code = cu.cuInit(0)
     except RuntimeError as error:
-        raise DriverError(f"the CUDA driver library cannot be loaded: {error}; {_INSTALL}") from error
+        raise DriverError(
+            f"the CUDA driver library (libcuda.so.1) cannot be loaded: {error}; {_INSTALL}"
+        ) from error
     if int(code[0]):
         failure = _failure("starting the CUDA driver", code[0])
         closed = _closed_nodes()
-        raise DriverError(
-            f"{failure}" + (f"; user {os.getuid()} may not open {', '.join(closed)}" if closed else "")
-        )
+        nodes = f"; user {os.getuid()} may not open {', '.join(closed)}" if closed else ""
+        raise DriverError(f"{failure}{nodes}")
     version = int(call("asking the driver's version", cu.cuDriverGetVersion))
     needed = int(cu.CUDA_VERSION)
     if version // 1000 < needed // 1000:

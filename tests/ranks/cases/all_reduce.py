@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import tdx
-from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.kernels.all_reduce import Config
+from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tests.helpers.cases import limit, worlds
 from tests.helpers.reference import assert_same_bits, poisoned, reduced, values
 

@@ -102,10 +102,15 @@ def case_copies_between_layouts(world):
     data = np.arange(4 * 6 * 5, dtype=np.int16).reshape(4, 6, 5)
     target = world.zeros((4, 6, 5), "int16")
     sources = [
-        data, np.asfortranarray(data), data[::-1, :, ::-1],
-        np.copy(data.swapaxes(1, 2)).swapaxes(1, 2), world.array(data), world.array(data, symmetric=False), world.array(data.T.copy()).T,
+        data,
+        np.asfortranarray(data),
+        data[::-1, :, ::-1],
+        np.copy(data.swapaxes(1, 2)).swapaxes(1, 2),
         np.broadcast_to(data[:1], data.shape),
-    ]  # fmt: skip
+        world.array(data),
+        world.array(data, symmetric=False),
+        world.array(data.T.copy()).T,
+    ]
     for source in sources:
         target[...] = np.zeros_like(data)
         assert target.copy_from(source) is target

@@ -138,7 +138,7 @@ def case_what_no_operation_takes(world):
         (InvalidArgument, "expected a tdx array", lambda: tdx.all_reduce(None)),
         ((TdxError, BufferError), "device", lambda: tdx.all_reduce(Elsewhere())),
         (DtypeError, "complex", lambda: tdx.all_reduce(np.zeros(3, np.complex64))),
-        (DtypeError, "object", lambda: tdx.all_reduce(np.array([None, "a"]))),
+        (DtypeError, "not a dtype", lambda: tdx.all_reduce(np.array([None, "a"]))),
         (InvalidArgument, "b must be|b: expected", lambda: tdx.matmul(np.eye(3), None)),
         (InvalidArgument, "is not a team", lambda: tdx.all_reduce(good, team=3)),
         (InvalidArgument, "is not a stream", lambda: tdx.all_reduce(good, stream="fast")),
@@ -233,8 +233,8 @@ def case_another_world(comm, backend):
         tdx.all_reduce(np.zeros(4, np.float32))
     with tdx.init(backend=backend) as world:
         new = world.zeros(4, "float32")
-        with pytest.raises((Closed, InvalidArgument), match="closed|another world"):
+        with pytest.raises((Closed, InvalidArgument), match=r"closed|another world"):
             tdx.all_reduce(new, out=old)
-        with pytest.raises((Closed, InvalidArgument), match="closed|another world"):
+        with pytest.raises((Closed, InvalidArgument), match=r"closed|another world"):
             tdx.AllReduce(world, 4, "float32")(old)
         assert tdx.all_reduce(new).numpy().sum() == 0

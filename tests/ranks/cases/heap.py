@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tdx
+from tdx.runtime.agreement import agree
 from tdx.runtime.driver.host import HostDriver
 from tdx.runtime.errors import Closed, CollectiveMismatch, HeapExhausted, InvalidArgument
 from tests.helpers.cases import isolated, worlds
@@ -128,8 +129,12 @@ def case_growth_falls_back_to_what_is_needed(comm, backend):
 def case_diverging_allocations_are_noticed(comm, backend):
     with tdx.init(comm, backend=backend, timeout_s=5) as world:
         world.empty(10 + 1000 * world.rank, "uint8")
-        with pytest.raises(CollectiveMismatch, match="heap="):
-            tdx.AllReduce(world, (4,), "float32")
+        text = r"allocation 1: rank 0: allocate\(10\) -> 0; rank 1: allocate\(1010\) -> 0"
+        with pytest.raises(CollectiveMismatch, match=text):
+            agree(world, "call")
+        with pytest.raises(CollectiveMismatch, match=r"rank 0: call 0 .*; rank 1: call 1"):
+            agree(world, f"call {world.rank}")
+        world.barrier()
 
 
 @worlds(1, 2)

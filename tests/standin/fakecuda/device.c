@@ -48,7 +48,7 @@ CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
     ENTER("cuDeviceGetUuid");
     memset(uuid, 0x5d, sizeof *uuid);
-    uuid->bytes[0] = fakecuda_same_gpu ? 0 : (char)device;
+    uuid->bytes[0] = (char)(fakecuda_identity < 0 ? device : fakecuda_identity);
     DONE(CUDA_SUCCESS);
 }
 

@@ -38,7 +38,7 @@ extern int fakecuda_devices;  // settings that tests change; see core.c
 extern int fakecuda_version;
 extern int fakecuda_init_error;
 extern int fakecuda_peer_access;
-extern int fakecuda_same_gpu;
+extern int fakecuda_identity;
 extern int fakecuda_compute;
 extern long fakecuda_memory;
 extern long fakecuda_launches;

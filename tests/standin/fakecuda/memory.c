@@ -41,7 +41,6 @@ typedef struct {
 } Allocation;
 
 static long used;  // bytes of device memory
-static Pool *default_pool;
 
 static void release(Physical *physical) {
     if (--physical->references) return;
@@ -209,13 +208,6 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc
 
 // ---- pools and pinned memory
 
-CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device) {
-    ENTER("cuDeviceGetDefaultMemPool");
-    if (!default_pool) default_pool = calloc(1, sizeof(Pool));
-    *pool = (CUmemoryPool)default_pool;
-    DONE(CUDA_SUCCESS);
-}
-
 CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *properties) {
     ENTER("cuMemPoolCreate");
     *pool = object_new(POOL, sizeof(Pool));
@@ -223,7 +215,7 @@ CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *properties) {
 }
 
 static void drop_pool(Pool *pool) {
-    if (pool != default_pool && pool->destroyed && !pool->allocations) object_delete(pool);
+    if (pool->destroyed && !pool->allocations) object_delete(pool);
 }
 
 CUresult cuMemPoolDestroy(CUmemoryPool pool) {
@@ -238,6 +230,11 @@ CUresult cuMemPoolDestroy(CUmemoryPool pool) {
 CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute, void *value) {
     ENTER("cuMemPoolSetAttribute");
     DONE(CUDA_SUCCESS);
+}
+
+CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
+    ENTER("cuMemPoolTrimTo");
+    DONE(object_find(POOL, pool) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
 }
 
 CUresult cuMemAllocFromPoolAsync(CUdeviceptr *address, size_t bytes, CUmemoryPool pool,

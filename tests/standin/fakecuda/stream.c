@@ -31,7 +31,9 @@ static Stream *capturing_stream(CUstream stream) {
     return known && known->capture ? known : NULL;
 }
 
-int stream_known(CUstream stream) { return !stream || object_find(STREAM, stream); }
+int stream_known(CUstream stream) {  // 0 to 2 are the default streams
+    return (uintptr_t)stream <= 2 || object_find(STREAM, stream);
+}
 
 int stream_captures(CUstream stream) { return capturing_stream(stream) != NULL; }
 

@@ -1,0 +1,176 @@
+"""One-line functions: cached plans, operands of any framework, results in the caller's own.
+
+A tdx array gives a tdx array. Other inputs are read where they are, and the result is written
+into an array of the caller's framework, on the caller's current stream; for a consumer without a
+stream the call returns when the result is there. On a GPU backend, arrays in host memory are
+copied to the device first and results copied back: convenient, and as slow as that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tdx.interop import owner_of
+from tdx.kernels.operand import Operand, operand
+from tdx.kernels.plan import Plan, posting_refusals
+from tdx.runtime import dlpack
+from tdx.runtime.array import Array
+from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.group import Group
+from tdx.runtime.init import current_world
+from tdx.runtime.stream import stream_handle
+from tdx.runtime.world import World
+
+__all__ = ["Call", "cached", "world_of"]
+
+_CACHED_PLANS = 64  # kept for each group of ranks
+_HOST_MEMORY = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST)
+
+P = TypeVar("P", bound=Plan)
+
+
+def world_of(*arrays: Any) -> World:
+    """The world of the tdx arrays among the arguments, else the one that is open."""
+    for x in arrays:
+        if isinstance(x, Array):
+            return x.world
+    world = current_world()
+    if world is None:
+        raise Closed("no world is open; call tdx.init() first")
+    return world
+
+
+def cached(world: World, group: Group, kind: type[P], *args: Any, **options: Any) -> P:
+    """The plan `kind(world, *args, **options)`, made on first use, alike on every rank."""
+    plans: OrderedDict[Any, Any] = world.plans.setdefault(group.index, OrderedDict())
+    key = (kind, args, tuple(options.values()))
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = kind(world, *args, team=group, **options)
+        if len(plans) > _CACHED_PLANS:
+            plans.popitem(last=False)
+    else:
+        plans.move_to_end(key)
+    return plan
+
+
+class Call:
+    """One call of a one-line function.
+
+    Parameters
+    ----------
+    operation : str
+        Its name, for messages.
+    like : array
+        The operand whose framework the results belong to.
+    others : arrays
+        Further operands, of which tdx arrays tell the world.
+    team, stream
+        As the function got them.
+    """
+
+    def __init__(
+        self, operation: str, like: Any, *others: Any, team: Group | None = None, stream: Any = None
+    ):
+        self.world = world_of(like, *others)
+        self.group = self.world.group(team)
+        self.operation = operation
+        self._like = like
+        self._framework = None if isinstance(like, Array) else owner_of(like)
+        current = None if self._framework is None else self._framework.stream_of(like)
+        self.stream = current if stream is None else stream
+        self._waits = self._framework is not None and current is None
+        self._staged = False  # are the operands in host memory, and the world on a GPU?
+        self._given: set[int] = set()  # tdx arrays passed as `out`: returned as they are
+        self._copies: dict[int, np.ndarray[Any, Any]] = {}  # results to be copied to `out` arrays
+
+    @contextlib.contextmanager
+    def checks(self) -> Iterator[None]:
+        """The body of the function: peers are told when this rank refuses its arguments."""
+        with posting_refusals(self.world, self.group, self.operation):
+            if self._framework is None and not isinstance(self._like, Array):
+                raise InvalidArgument(
+                    f"{self.operation}: expected a tdx array, a NumPy array or a DLPack producer, "
+                    f"got {type(self._like).__name__}"
+                )
+            yield
+
+    def plan(self, kind: type[P], *args: Any, **options: Any) -> P:
+        """The cached plan of this call; it has no buffers for results."""
+        return cached(self.world, self.group, kind, *args, **options, buffer=False)
+
+    def operand(self, x: Any, what: str, strided: bool = False) -> Operand:
+        """`x` as an operand; a copy where the device cannot read it, or it must be contiguous."""
+        framework = None if isinstance(x, Array) else owner_of(x)
+        if framework is None:
+            return operand(self.world, x, what)
+        memory = framework.describe(x)
+        staged = self.world.backend != "host" and memory.device[0] in _HOST_MEMORY
+        self._staged |= staged
+        if not staged and (strided or memory.contiguous):
+            return operand(self.world, memory, what)
+        copy = self.world.empty(memory.shape, memory.dtype, symmetric=False)
+        return operand(self.world, copy.copy_from(x), what)
+
+    def optional(self, x: Any, what: str) -> Operand | None:
+        """`operand`, or None for None."""
+        return None if x is None else self.operand(x, what)
+
+    def target(self, out: Any, shape: Sequence[int], dtype: np.dtype) -> Any:
+        """Where a plan writes a result: `out`, or fresh memory."""
+        shape = tuple(shape)
+        if out is None:
+            made = None
+            if self._framework is not None and not self._staged:
+                made = self._framework.empty(shape, dtype, self._like)
+            return self.world.empty(shape, dtype, symmetric=False) if made is None else made
+        if isinstance(out, Array):
+            self._given.add(id(out))
+            return out
+        if self._staged and isinstance(out, np.ndarray):
+            if out.shape != shape or out.dtype != dtype or not out.flags.writeable:
+                raise InvalidArgument(
+                    f"out must be a writable array of shape {shape} and dtype {dtype}, got "
+                    f"{out.shape} {out.dtype}"
+                )
+            staging = self.world.empty(shape, dtype, symmetric=False)
+            self._copies[id(staging)] = out
+            return staging
+        framework = owner_of(out)
+        self._waits |= framework is not None and framework.stream_of(out) is None
+        return out
+
+    def finish(self, result: Any) -> Any:
+        """Hand a target (or a tuple of them) over to the caller, complete if it has no stream."""
+        if self._waits:
+            driver = self.world.driver
+            handle = driver.current_stream() if self.stream is None else stream_handle(self.stream)
+            with self.world.surfacing():
+                driver.stream_synchronize(handle)
+            self.world.check()
+        if isinstance(result, tuple):
+            return tuple(self._adopt(each) for each in result)
+        return self._adopt(result)
+
+    def _adopt(self, result: Any) -> Any:
+        if id(result) in self._copies:
+            out = self._copies[id(result)]
+            np.copyto(out, result.numpy())
+            return out
+        if self._framework is None or not isinstance(result, Array) or id(result) in self._given:
+            return result
+        return self._framework.adopt(result.numpy() if self._staged else result, self._like)
+
+    def copy(self, source: Array, target: Any) -> None:
+        """Copy a plan's contiguous buffer to a target, in stream order."""
+        driver = self.world.driver
+        handle = driver.current_stream() if self.stream is None else stream_handle(self.stream)
+        to = operand(self.world, target, "out")
+        for op in (operand(self.world, source, "buffer"), to):
+            op.enter(handle)
+        driver.copy(to.pointer.data_ptr(), source._address, source.nbytes, handle)

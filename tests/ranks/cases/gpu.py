@@ -1,0 +1,187 @@
+"""What only a GPU can show: many replays, large heaps, streams that really run at once."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+import tdx
+import tdx.language as tdl
+from tests.helpers.cases import isolated, limit, worlds
+
+GIB = 1 << 30
+
+
+@triton.jit
+def fill_kernel(x, value, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + i, (i % 1021 + value).to(x.dtype.element_ty), mask=i < n)
+
+
+@triton.jit
+def count_kernel(x, value, n, wrong, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    seen = tl.load(x + i, mask=i < n, other=0)
+    bad = (seen != (i % 1021 + value).to(x.dtype.element_ty)) & (i < n)
+    tl.atomic_add(wrong, tl.sum(bad.to(tl.int32)))
+
+
+@triton.jit
+def read_peer_kernel(x, out, n, peer, world, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(tdl.symm_at(x, peer, world) + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def next_input_kernel(x, rank, n, BLOCK: tl.constexpr):
+    """x = x + rank + 1: the input changes with every replay."""
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i, mask=i < n) + rank + 1, mask=i < n)
+
+
+@triton.jit
+def check_sum_kernel(total, count, ranks, n, wrong, BLOCK: tl.constexpr):
+    """The sum over ranks of (round * (rank + 1)), counted on the device."""
+    i = tl.arange(0, BLOCK)
+    number = tl.load(count) + 1
+    tl.store(count, number)
+    expected = number * (ranks * (ranks + 1) // 2)
+    bad = (tl.load(total + i, mask=i < n) != expected) & (i < n)
+    tl.atomic_add(wrong, tl.sum(bad.to(tl.int32)))
+
+
+@pytest.mark.gpu
+@worlds(2, 4)
+@limit(300)
+@pytest.mark.parametrize("algorithm", ["low_latency", "one_shot"])
+def case_a_hundred_thousand_replays(world, algorithm):
+    n = 1000
+    x = world.zeros(n, "int32")
+    count = world.zeros(1, "int32", symmetric=False)
+    wrong = world.zeros(1, "int32", symmetric=False)
+    plan = tdx.AllReduce(world, n, "int32", algorithm=algorithm)
+
+    def step():
+        next_input_kernel[(1,)](x, world.rank, n, BLOCK=1024)
+        total = plan(x)
+        check_sum_kernel[(1,)](total, count, world.size, n, wrong, BLOCK=1024)
+
+    step()
+    world.barrier()
+    with tdx.graph(world) as graph:
+        for _ in range(10):
+            step()
+    for i in range(10_000):
+        graph.replay()
+        if i % 500 == 499:
+            world.synchronize()
+    assert wrong.numpy()[0] == 0
+    assert count.numpy()[0] == 100_001
+    world.barrier()
+
+
+@pytest.mark.gpu
+@worlds(2, 4)
+def case_two_streams(world):
+    streams = [world.new_stream(), world.new_stream()]
+    algorithms = ("low_latency", "one_shot")
+    plans = [tdx.AllReduce(world, 5000, "float32", algorithm=a) for a in algorithms]
+    inputs = [world.array(np.full(5000, world.rank + 1 + k, np.float32)) for k in range(2)]
+    world.barrier()
+    results = [plans[k].local((5000,), "float32") for k in range(2)]
+    for _ in range(200):
+        for k in range(2):
+            plans[k](inputs[k], results[k], stream=streams[k])
+    for k in range(2):
+        expected = sum(r + 1 + k for r in range(world.size))
+        assert (results[k].numpy() == expected).all()
+    world.barrier()
+
+
+@pytest.mark.gpu
+@worlds(4)
+def case_overlapping_teams(world):
+    first, second = world.team([0, 1, 2]), world.team([1, 2, 3])
+    x = world.array(np.full(3000, world.rank + 1, np.float32))
+    plans = [
+        (team, tdx.AllReduce(world, 3000, "float32", team=team))
+        for team in (first, second)
+        if team is not None
+    ]
+    for _ in range(300):
+        for _, plan in plans:
+            plan(x)
+    for team, plan in plans:
+        result = plan(x)
+        assert (result.numpy() == sum(r + 1 for r in team.ranks)).all()
+    world.barrier()
+
+
+@isolated
+@worlds(2)
+@limit(120)
+@pytest.mark.gpu
+def case_heaps_above_4_gib(comm, backend):
+    with tdx.init(comm, backend=backend) as world:
+        blocks = []
+        for k in range(3):  # grows while arrays are live, offsets go above 4 GiB
+            x = world.empty(2 * GIB, "int8", name=f"block{k}")
+            fill_kernel[(-(-x.size // 4096),)](x, world.rank + k, x.size, BLOCK=4096)
+            blocks.append(x)
+        last = world.empty(1 << 20, "int32", name="last")
+        fill_kernel[(256,)](last, 1000 * world.rank, last.size, BLOCK=4096)
+        assert last._block.offset - blocks[0]._block.offset > 4 * GIB
+        world.barrier()
+        peer = (world.rank + 1) % world.size
+        got = world.empty(1 << 20, "int32", symmetric=False)
+        read_peer_kernel[(256,)](last, got, last.size, peer, world.handle, BLOCK=4096)
+        assert (got.numpy() == np.arange(1 << 20) % 1021 + 1000 * peer).all()
+        wrong = world.zeros(1, "int32", symmetric=False)
+        for k, x in enumerate(blocks):
+            count_kernel[(-(-x.size // 4096),)](x, world.rank + k, x.size, wrong, BLOCK=4096)
+        assert wrong.numpy()[0] == 0
+        world.barrier()
+
+
+@isolated
+@worlds(2)
+@limit(280)
+@pytest.mark.gpu
+def case_a_thousand_worlds(comm, backend):
+    from cuda.bindings import driver as cu
+
+    def state():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), cu.cuMemGetInfo()[1]
+
+    seen = []
+    for i in range(1000):
+        with tdx.init(comm, backend=backend, heap_bytes=4 << 20) as world:
+            x = world.array(np.full(1000, world.rank + 1, np.float32))
+            if i % 100 == 0:
+                total = tdx.all_reduce(x).numpy()
+                assert (total == sum(range(1, world.size + 1))).all()
+            world.barrier()
+        if i in (10, 999):
+            seen.append(state())
+    assert seen[1][0] <= seen[0][0]
+    assert seen[0][1] - seen[1][1] <= 64 << 20
+
+
+@isolated
+@worlds(2, 4)
+@pytest.mark.gpu
+def case_reserving_commits_nothing(comm, backend):
+    from cuda.bindings import driver as cu
+
+    with tdx.init(comm, backend=backend, heap_bytes=64 << 20) as world:
+        free, total = cu.cuMemGetInfo()[1:]
+        # contexts and the runtime's own memory, far below the reserved addresses
+        assert total - free < 4 * GIB
+        assert world.window.stride * world.size > 4 * total
+        world.barrier()
