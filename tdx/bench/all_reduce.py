@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,9 +34,10 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
             if algorithm == "low_latency" and nbytes > _LOW_LATENCY_BYTES:
                 continue
             plan = tdx.AllReduce(world, numel, bench.dtype, algorithm=algorithm)
-            row[algorithm] = device_time(world, lambda plan=plan: plan(x), bench.calls(nbytes))
+            call = partial(plan, x)
+            row[algorithm] = device_time(world, call, bench.calls(nbytes))
             if not (plan(x).numpy().astype(np.float64) == expected).all():
                 row["error"] = f"{algorithm}: wrong result"
-            row[f"{algorithm}_host"] = host_time(world, lambda plan=plan: plan(x))
+            row[f"{algorithm}_host"] = host_time(world, call)
         bench.rate(row, ours=("low_latency", "one_shot"), peers=COLUMNS[1:4])
         yield row

@@ -9,7 +9,7 @@ one_shot     Each rank copies its array into a symmetric slot, all meet block by
 low_latency  Each rank pushes its array to all others as 64-bit words, 4 bytes of data and 4 of
              flag (the epoch), and reads what the others pushed. 2 * (W - 1) * S bytes out, one
              hop and no meeting: the data is its own signal. The protocol is that of NCCL's LL.
-             Two slots in turn, as above. Up to 16 ranks, types of 2, 4 and 8 bytes, 4 MiB.
+             Two slots in turn, as above. Up to 16 ranks, types of 2 and 4 bytes, 4 MiB.
 
 Result: accumulated in float32 (float64 for float64, integers in their own type, wrapping) from
 rank 0 upwards, then divided by W for "avg", plus bias, plus residual, rounded once. So its bits
@@ -32,8 +32,13 @@ from tdx.kernels.call import Call
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.plan import Plan, plain_shape
-from tdx.kernels.reduction import check_types, combine, finish, from_words, to_words
-from tdx.kernels.select import block_elements, constants, power_of_two
+from tdx.kernels.reduction import check_types, combine, finish, from_words, to_words, widen
+from tdx.kernels.select import (
+    block_elements,
+    constants,
+    low_latency_elements,
+    power_of_two,
+)
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument, Unsupported
 from tdx.runtime.group import Group
@@ -77,21 +82,21 @@ class Config:
 
 @triton.jit
 def _reduce_block(
-    x, out, bias, residual, slot, world, at, mask, columns, ranks,
-    OP: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    out, bias, residual, slot, world, at, mask, columns, ranks,
+    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Reduce the elements `at` of all ranks' slots, in rank order."""
-    total = tl.load(tdl.symm_at(slot, 0, world) + at, mask=mask).to(ACC)
+    total = widen(tl.load(tdl.symm_at(slot, 0, world) + at, mask=mask))
     for peer in tl.range(1, ranks, loop_unroll_factor=4):
-        value = tl.load(tdl.symm_at(slot, peer, world) + at, mask=mask).to(ACC)
-        total = combine(total, value, OP)
+        value = tl.load(tdl.symm_at(slot, peer, world) + at, mask=mask)
+        total = combine(total, widen(value), OP)
     finish(total, out, bias, residual, at, mask, columns, ranks, OP, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["numel", "columns", "vectors"])
 def one_shot_kernel(
     x, out, bias, residual, slots, channel, world, numel, columns, vectors,
-    OP: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stage the own elements, meet, and reduce everybody's. A slot has VECTOR * vectors elements.
@@ -109,30 +114,29 @@ def one_shot_kernel(
         for block in range(index, whole, parts):
             at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             _reduce_block(
-                x, out, bias, residual, slot, world, at, None, columns, ranks,
-                OP, ACC, HAS_BIAS, HAS_RESIDUAL,
+                out, bias, residual, slot, world, at, None, columns, ranks,
+                OP, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
         if whole % parts == index:
             at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             _reduce_block(
-                x, out, bias, residual, slot, world, at, at < numel, columns, ranks,
-                OP, ACC, HAS_BIAS, HAS_RESIDUAL,
+                out, bias, residual, slot, world, at, at < numel, columns, ranks,
+                OP, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["numel", "columns", "vectors"])
 def low_latency_kernel(
     x, out, bias, residual, slots, channel, world, numel, columns, vectors,
-    OP: tl.constexpr, ACC: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Push the own elements to everybody as words with flags, and reduce what arrives.
 
-    Each rank's slot has VECTOR * vectors words of 8 bytes; values of 8 bytes take two each.
+    Each rank's slot has VECTOR * vectors words of 8 bytes, which hold 4 bytes of data.
     """
-    PER_VALUE: tl.constexpr = 2 if PAIRS else 1  # elements a value
-    WIDTH: tl.constexpr = 2 if x.dtype.element_ty.primitive_bitwidth == 64 else 1  # words a value
-    VALUES: tl.constexpr = BLOCK // PER_VALUE
+    PER_WORD: tl.constexpr = 2 if PAIRS else 1
+    WORDS: tl.constexpr = BLOCK // PER_WORD
     KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
     me = tdl.rank(world)
     flag = tdl.epoch(channel)
@@ -142,23 +146,23 @@ def low_latency_kernel(
     for start in range(tl.program_id(0) * BLOCK, numel, step):
         offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         words = to_words(tl.load(x + offsets, mask=offsets < numel, other=0), PAIRS)
-        at = (tl.cast(start, tl.int64) // PER_VALUE + tl.arange(0, VALUES)) * WIDTH
+        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, WORDS)
+        own = base + me * stride + at
         for hop in tl.static_range(1, RANKS):
-            tdl.store_ll(base + me * stride + at, words, flag, (me + hop) % RANKS, world,
-                         at < stride)  # fmt: skip
+            tdl.store_ll(own, words, flag, (me + hop) % RANKS, world, at < stride)
     for start in range(tl.program_id(0) * BLOCK, numel, step):
         offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         mask = offsets < numel
-        at = (tl.cast(start, tl.int64) // PER_VALUE + tl.arange(0, VALUES)) * WIDTH
+        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, WORDS)
         own = to_words(tl.load(x + offsets, mask=mask, other=0), PAIRS)
         words, arrived = tdl.load_ll_all(base + at, stride, flag, world, RANKS, at < stride, KIND)
         if PAIRS:
             arrived = tl.interleave(arrived, arrived)
-        total = from_words(tl.where(me == 0, own, words[0]), x.dtype.element_ty, PAIRS).to(ACC)
+        total = widen(from_words(tl.where(me == 0, own, words[0]), x.dtype.element_ty, PAIRS))
         for peer in tl.static_range(1, RANKS):
             value = tl.where(me == peer, own, words[peer])
-            value = from_words(value, x.dtype.element_ty, PAIRS).to(ACC)
-            total = combine(total, value, OP)
+            value = from_words(value, x.dtype.element_ty, PAIRS)
+            total = combine(total, widen(value), OP)
         finish(
             total, out, bias, residual, offsets, mask & arrived, columns, tdl.num_ranks(world),
             OP, HAS_BIAS, HAS_RESIDUAL,
@@ -264,7 +268,6 @@ class AllReduce(Plan):
     ) -> None:
         named = {
             "OP": self.op,
-            "ACC": getattr(tl, dtypes.accumulator(self.dtype).name),
             "HAS_BIAS": self._has_bias,
             "HAS_RESIDUAL": self._has_residual,
             "BLOCK": self.config.block,
@@ -286,9 +289,9 @@ def _check_algorithm(algorithm: str, numel: int, dtype: np.dtype, ranks: int) ->
     if algorithm != "low_latency":
         return
     nbytes = numel * dtype.itemsize
-    if dtype.itemsize == 1:
+    if dtype.itemsize not in (2, 4):
         raise Unsupported(
-            f"all_reduce: low_latency takes types of 2, 4 and 8 bytes, not {dtype}; use one_shot"
+            f"all_reduce: low_latency takes types of 2 and 4 bytes, not {dtype}; use one_shot"
         )
     if nbytes > LOW_LATENCY_LIMIT_BYTES or ranks > LOW_LATENCY_LIMIT_RANKS:
         raise InvalidArgument(
@@ -302,8 +305,10 @@ def _choose(
 ) -> Config:
     if algorithm is None:
         small = numel * dtype.itemsize <= constants(world.backend).low_latency_bytes
-        fits = dtype.itemsize > 1 and ranks <= LOW_LATENCY_LIMIT_RANKS
+        fits = dtype.itemsize in (2, 4) and ranks <= LOW_LATENCY_LIMIT_RANKS
         algorithm = "low_latency" if small and fits else "one_shot"
+    if algorithm == "low_latency":
+        return Config(algorithm, low_latency_elements(world.backend, numel, dtype.itemsize))
     return Config(algorithm, block_elements(world.backend, numel))
 
 

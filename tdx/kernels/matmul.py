@@ -102,19 +102,26 @@ def tile_product(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The float32 product of tile (row, col): (BM, BN), zero outside the matrices."""
-    rm = tl.cast(row, tl.int64) * BM + tl.arange(0, BM)
-    rn = tl.cast(col, tl.int64) * BN + tl.arange(0, BN)
+    # scalars step through memory; the offsets of a tile's elements have 32 bits and stay
+    rm = tl.arange(0, BM)
+    rn = tl.arange(0, BN)
     rk = tl.arange(0, BK)
-    a_at = a + rm[:, None] * stride_am + rk[None, :].to(tl.int64) * stride_ak
-    b_at = b + rk[:, None].to(tl.int64) * stride_bk + rn[None, :] * stride_bn
+    first_row = tl.cast(row, tl.int64) * BM
+    first_column = tl.cast(col, tl.int64) * BN
+    a_tile = a + first_row * stride_am
+    b_tile = b + first_column * stride_bn
+    a_at = rm[:, None] * stride_am + rk[None, :] * stride_ak
+    b_at = rk[:, None] * stride_bk + rn[None, :] * stride_bn
+    a_inside = rm[:, None] < rows - row * BM
+    b_inside = rn[None, :] < columns - col * BN
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, depth, BK):
         left = depth - start
-        x = tl.load(a_at, mask=(rm[:, None] < rows) & (rk[None, :] < left), other=0.0)
-        y = tl.load(b_at, mask=(rk[:, None] < left) & (rn[None, :] < columns), other=0.0)
+        x = tl.load(a_tile + a_at, mask=a_inside & (rk[None, :] < left), other=0.0)
+        y = tl.load(b_tile + b_at, mask=(rk[:, None] < left) & b_inside, other=0.0)
         total = tl.dot(x, y, total, input_precision=PRECISION)
-        a_at += BK * stride_ak
-        b_at += BK * stride_bk
+        a_tile += BK * stride_ak
+        b_tile += BK * stride_bk
     return total
 
 
@@ -124,12 +131,12 @@ def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu":
         x = tl.maximum(x, 0.0)
     elif ACTIVATION == "silu":
-        x = x * tl.sigmoid(x)
+        x = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
-        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        # 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2 * u))
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * x - 0.07135481282056927 * x * x * x))
     return x
 
 
@@ -139,13 +146,19 @@ def store_tile(
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Bias, activation, one rounding, and the store of a tile; nothing unless `when`."""
-    rm = tl.cast(row, tl.int64) * BM + tl.arange(0, BM)
-    rn = tl.cast(col, tl.int64) * BN + tl.arange(0, BN)
+    rm = tl.arange(0, BM)
+    rn = tl.arange(0, BN)
+    first_row = tl.cast(row, tl.int64) * BM
+    first_column = tl.cast(col, tl.int64) * BN
+    inside = rn < columns - col * BN
     if HAS_BIAS:
-        total = total + tl.load(bias + rn, mask=rn < columns, other=0.0).to(tl.float32)[None, :]
+        vector = tl.load(bias + first_column + rn, mask=inside, other=0.0)
+        total = total + vector.to(tl.float32)[None, :]
     total = activate(total, ACTIVATION)
-    mask = (rm[:, None] < rows) & (rn[None, :] < columns) & when
-    tl.store(c + rm[:, None] * stride_cm + rn[None, :], total.to(c.dtype.element_ty), mask=mask)
+    mask = (rm[:, None] < rows - row * BM) & inside[None, :] & when
+    c_tile = c + first_row * stride_cm + first_column
+    at = rm[:, None] * stride_cm + rn[None, :]
+    tl.store(c_tile + at, total.to(c.dtype.element_ty), mask=mask)
 
 
 _SIZES = ["rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn"]
@@ -220,6 +233,11 @@ class Epilogue:
     ) -> dict[str, Any]:
         """Constexpr arguments and options of a kernel with a product of these extents, strides."""
         rest = [stride for stride in (*a, *b) if stride != 1]
+        reach = max(abs(stride) for stride in (*a, *b, n)) * max(
+            config.block_m, config.block_n, config.block_k
+        )
+        if reach >= 1 << 31:
+            raise Unsupported(f"strides {a} and {b}, N={n}: a tile must lie within 2**31 elements")
         return {
             "BM": config.block_m,
             "BN": config.block_n,

@@ -109,15 +109,18 @@ def reduce_kernel(
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = tile // tiles_n
         col = tile % tiles_n
-        rm = tl.cast(row, tl.int64) * BM + tl.arange(0, BM)
-        rn = tl.cast(col, tl.int64) * BN + tl.arange(0, BN)
+        first_row = tl.cast(row, tl.int64) * BM
+        first_column = tl.cast(col, tl.int64) * BN
+        part = slots + first_row * columns + first_column
+        rm = tl.arange(0, BM)
+        rn = tl.arange(0, BN)
         at = rm[:, None] * columns + rn[None, :]
-        inside = (rm[:, None] < rows) & (rn[None, :] < columns)
+        inside = (rm[:, None] < rows - first_row) & (rn[None, :] < columns - first_column)
         ok = tdl.wait(signals + tile, world, number, peer=0)
-        total = tl.load(slots + at, mask=inside & ok, other=0.0).to(tl.float32)
+        total = tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
         for peer in range(1, ranks):
             ok = tdl.wait(signals + peer * tiles + tile, world, number, peer=peer) & ok
-            part = slots + tl.cast(peer, tl.int64) * rows * columns
+            part += tl.cast(rows, tl.int64) * columns
             total += tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
         store_tile(
             c, total, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION

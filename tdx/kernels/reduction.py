@@ -13,7 +13,7 @@ import triton.language as tl
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 
-__all__ = ["OPERATIONS", "check_types", "combine", "finish", "from_words", "to_words"]
+__all__ = ["OPERATIONS", "check_types", "combine", "finish", "from_words", "to_words", "widen"]
 
 OPERATIONS = ("sum", "avg", "max", "min")
 
@@ -41,7 +41,16 @@ def check_types(
 
 
 @triton.jit
+def widen(x):
+    """Values in the type they are accumulated in."""
+    if x.dtype.is_floating() and x.dtype != tl.float64:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
 def combine(total, value, OP: tl.constexpr):
+    """Two accumulated values as one."""
     if OP == "max":
         total = tl.maximum(total, value, propagate_nan=tl.PropagateNan.ALL)
     elif OP == "min":
@@ -83,7 +92,7 @@ def to_words(values, PAIRS: tl.constexpr):
 
 @triton.jit
 def from_words(words, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
-    """Undo _to_words."""
+    """Undo to_words."""
     if PAIRS:
         low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
         high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)

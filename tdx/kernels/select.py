@@ -10,6 +10,7 @@ __all__ = [
     "block_bytes",
     "block_elements",
     "constants",
+    "low_latency_elements",
     "power_of_two",
     "tile_for",
 ]
@@ -23,6 +24,8 @@ class Constants:
     ----------
     low_latency_bytes : int
         Largest all-reduce input for which data and flag in one word is chosen.
+    low_latency_bytes_per_block : int
+        What a block handles at a time then.
     block_elements : tuple[int, int]
         Fewest and most elements a block of an elementwise kernel handles at a time.
     blocks : int
@@ -40,6 +43,7 @@ class Constants:
     """
 
     low_latency_bytes: int
+    low_latency_bytes_per_block: int
     block_elements: tuple[int, int]
     blocks: int
     tile: tuple[int, int, int]
@@ -52,9 +56,9 @@ class Constants:
 # A GPU's tile of 128 x 128 x 128 bytes takes 32 KiB of shared memory a stage.
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
-    "host": Constants(16 << 10, (256, 1 << 17), 1, (128, 128, 512), 1, 2, 1, 1),
-    "cuda": Constants(256 << 10, (1024, 4096), 128, (128, 128, 128), 3, 1 << 10, 16, 8),
-    "hip": Constants(256 << 10, (1024, 4096), 128, (128, 128, 128), 2, 1 << 10, 16, 8),
+    "host": Constants(16 << 10, 1 << 19, (256, 1 << 17), 1, (128, 128, 512), 1, 2, 1, 1),
+    "cuda": Constants(256 << 10, 1 << 10, (1024, 4096), 128, (128, 128, 128), 3, 1 << 10, 16, 8),
+    "hip": Constants(256 << 10, 1 << 10, (1024, 4096), 128, (128, 128, 128), 2, 1 << 10, 16, 8),
 }
 
 
@@ -70,6 +74,12 @@ def block_elements(backend: str, numel: int) -> int:
     return min(most, max(fewest, power_of_two(-(-numel // limits.blocks))))
 
 
+def low_latency_elements(backend: str, numel: int, itemsize: int) -> int:
+    """The same for data-and-flag words: on GPUs a word for each thread."""
+    most = constants(backend).low_latency_bytes_per_block // itemsize
+    return min(most, block_elements(backend, numel))
+
+
 def block_bytes(backend: str, nbytes: int) -> int:
     """The same for a kernel that moves bytes in words of up to 8."""
     return 8 * block_elements(backend, -(-nbytes // 8))
@@ -78,6 +88,11 @@ def block_bytes(backend: str, nbytes: int) -> int:
 def tile_for(backend: str, m: int, n: int, k: int, itemsize: int) -> tuple[int, int, int]:
     """Rows, columns and depth of a product's tile: no larger than the product asks for."""
     rows, columns, depth_bytes = constants(backend).tile
+    if backend != "host":
+        if itemsize == 4:  # IEEE float32 has no tensor cores: its operands need registers
+            rows //= 2
+        elif k % 16 or n % 16:  # single elements are loaded, each with its own mask
+            rows, columns = rows // 2, columns // 2
     limits = ((rows, m), (columns, n), (depth_bytes // itemsize, k))
     fitted = [max(16, min(limit, power_of_two(extent))) for limit, extent in limits]
     return fitted[0], fitted[1], fitted[2]

@@ -5,11 +5,12 @@ On a GPU a CUDA or HIP graph; on the host tier a recorded list, with the same ru
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.errors import Closed, InvalidArgument, TdxError
 from tdx.runtime.stream import order, stream_handle
 
 if TYPE_CHECKING:
@@ -51,13 +52,13 @@ class Graph:
     ) -> None:
         world = self._world
         world.recording = None
-        handle = world.driver.capture_end(self._stream)
-        finalizer = weakref.finalize(self, world.driver.graph_destroy, handle)
-        finalizer.atexit = False
-        if error is not None:
-            finalizer()
+        if error is not None:  # the recording may be unusable because of it
+            with contextlib.suppress(TdxError):
+                world.driver.graph_destroy(world.driver.capture_end(self._stream))
             return
-        self._handle = handle
+        self._handle = world.driver.capture_end(self._stream)
+        finalizer = weakref.finalize(self, world.driver.graph_destroy, self._handle)
+        finalizer.atexit = False
 
     def replay(self, stream: Any = None) -> None:
         """Queue the recorded work on `stream` (None: the one it was recorded on).

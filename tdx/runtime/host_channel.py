@@ -145,8 +145,9 @@ class HostChannel:
         """
         copies: list[int] = []
         try:
-            for _ in self._members(members) if fd is not None else ():
-                copies.append(os.dup(fd))
+            for _ in self._members(members):
+                if fd is not None:
+                    copies.append(os.dup(fd))
         except OSError as error:
             close_fds(copies)
             refused = TdxError(f"{what}: the descriptor {fd} cannot be duplicated: {error}")

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tdx.runtime import dtypes
 from tests.aot.assembly import in_loop, in_order, instructions, positions
 from tests.aot.harness import AMD, NVIDIA, TARGETS, Job, compile_jobs
 
@@ -19,14 +18,15 @@ def _all_reduce(algorithm: str, dtype: str, world: str = "world", **chosen):
     types = {
         **dict.fromkeys(("x", "out", "bias", "residual"), pointer),
         "slots": pointer if algorithm == "one_shot" else "*i64",
-        "channel": "channel", "world": world, **dict.fromkeys(("numel", "columns", "vectors"), "i32"),
+        **{"channel": "channel", "world": world},
+        **dict.fromkeys(("numel", "columns", "vectors"), "i32"),
     }  # fmt: skip
     constants = {
-        "OP": "sum", "ACC": dtypes.accumulator(dtypes.resolve(dtype)).name, "HAS_BIAS": False,
-        "HAS_RESIDUAL": False, "BLOCK": 4096, **chosen,
+        "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "BLOCK": 4096, **chosen,
     }  # fmt: skip
     if algorithm == "low_latency":
-        constants.update(BLOCK=2048, PAIRS=dtype == "bfloat16", RANKS=8)
+        pairs = dtype == "bfloat16"
+        constants.update(BLOCK=512 if pairs else 256, PAIRS=pairs, RANKS=8)
     types.update(dict.fromkeys(constants, "constexpr"))
     return f"all_reduce.{algorithm}_kernel", types, constants, NO_FUSION
 
@@ -86,7 +86,6 @@ CASES = {
     "one_shot-max-i32": _all_reduce("one_shot", "int32", OP="max"),
     "low_latency-bf16": _all_reduce("low_latency", "bfloat16"),
     "low_latency-fp32": _all_reduce("low_latency", "float32", OP="avg", HAS_RESIDUAL=True),
-    "low_latency-fp64": _all_reduce("low_latency", "float64"),
     "pull": _pull(),
     "pull-odd": _pull("*i8", 1),
     "push": _push(),
@@ -100,7 +99,9 @@ PRODUCTS = {
     "matmul-bf16-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0}),
     "matmul-fp32": ("matmul.matmul_kernel", "float32", {}),
     "consume-bf16": ("all_gather_matmul.consume_kernel", "bfloat16", {}),
-    "consume-bf16-ragged": ("all_gather_matmul.consume_kernel", "bfloat16", {"EVEN": False}),
+    "consume-bf16-ragged": (
+        "all_gather_matmul.consume_kernel", "bfloat16", {"EVEN": False, "BM": 64, "BN": 64},
+    ),
     "consume-fp32": ("all_gather_matmul.consume_kernel", "float32", {}),
     "produce-bf16": ("matmul_reduce_scatter.produce_kernel", "bfloat16", {}),
     "produce-fp32": ("matmul_reduce_scatter.produce_kernel", "float32", {}),

@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.standin.ranks import ERROR, Rank, scenario
 
@@ -84,6 +85,8 @@ def recording(rank: Rank) -> None:
             with rank.raises("recorded already", kind="InvalidArgument"), tdx.graph(world):
                 pass
             x.copy_from(y)
+        with rank.raises("default stream"), world.on(0), tdx.graph(world):
+            pass
         assert not x.numpy().any()
         graph.replay()
         assert (x.numpy() == np.arange(1 << 18)).all()
@@ -93,6 +96,11 @@ def recording(rank: Rank) -> None:
             x.copy_from(y)
         rank.fake.heal()
         assert "graphs" not in rank.fake.live()
+        with pytest.raises(ZeroDivisionError), tdx.graph(world):
+            1 // 0  # noqa: B018
+        with pytest.raises(ZeroDivisionError), tdx.graph(world):
+            # a stream that joins the recording and never leaves it
+            1 // int(world.new_stream().wait(world.stream) is not None)
         with tdx.graph(world) as graph:
             x.copy_from(y)
         side = world.new_stream()

@@ -15,6 +15,7 @@ from tdx.runtime.errors import InvalidArgument, TdxError
 __all__ = ["CudaDriver"]
 
 _NOT_READY = int(cu.CUresult.CUDA_ERROR_NOT_READY)
+_DEFAULT_STREAMS = (0, 1, 2)  # the context's, legacy and per thread
 _NON_BLOCKING = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
 
 
@@ -146,6 +147,10 @@ class CudaDriver(CudaMemory):
     def capture_begin(self, stream: int) -> None:
         if self._recording:
             raise InvalidArgument("a graph is being recorded already; end that recording first")
+        if stream in _DEFAULT_STREAMS:
+            raise InvalidArgument(
+                "the default stream cannot be recorded: use `with world.on(world.new_stream()):`"
+            )
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._call("starting to record a graph", cu.cuStreamBeginCapture, stream, mode)
         self._recording = stream

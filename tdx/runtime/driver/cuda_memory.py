@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import deque
-from typing import Any
 
 from tdx.runtime.driver.cuda_device import CudaDevice, call, cu
 from tdx.runtime.driver.cuda_staging import LARGE, Staging
@@ -20,9 +19,11 @@ _KEEP_ALL = 2**63  # bytes a pool keeps for its next allocations
 
 
 class CudaMemory(CudaDevice):
-    """The verbs of memory. Needs `_streams`, `_recording` and `capturing` of the driver."""
+    """The verbs of memory. The driver, which is derived from it, has the streams."""
 
-    _streams: set[int]
+    _closed: bool
+    _streams: set[int]  # our own
+    _side: int  # a stream that no graph records
     _recording: int  # the stream that a graph of ours records; 0: none
 
     def __init__(self, local_rank: int, local_size: int):
@@ -116,6 +117,8 @@ class CudaMemory(CudaDevice):
         return address
 
     def addr_free(self, address: int, nbytes: int) -> None:
+        if self._forked():
+            return
         self._reserved.discard(address)
         try:
             call("giving addresses back", cu.cuMemAddressFree, address, nbytes)
@@ -137,7 +140,8 @@ class CudaMemory(CudaDevice):
             raise
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
-        call("unmapping memory", cu.cuMemUnmap, address, nbytes)
+        if not self._forked():
+            call("unmapping memory", cu.cuMemUnmap, address, nbytes)
 
     # ---- local memory
     def alloc(self, nbytes: int, stream: int) -> int:
@@ -191,6 +195,7 @@ class CudaMemory(CudaDevice):
     def _last_gone(self) -> None:
         """After `close`, the last memory that somebody still held takes the context with it."""
         if self._closed and not (self._allocated or self._reserved):
+            self.bind_thread()
             failures = self._teardown.rollback()
             if failures:
                 raise failures[0]
@@ -246,6 +251,3 @@ class CudaMemory(CudaDevice):
 
     def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         self._call("filling memory", cu.cuMemsetD8Async, dst, value, nbytes, stream)
-
-    _side: Any
-    _closed: bool

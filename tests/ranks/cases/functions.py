@@ -189,7 +189,7 @@ def case_ranks_disagree(world):
         (lambda: tdx.all_reduce(np.zeros(103, "f" if rank else "d")), ("float64", "float32")),
         (lambda: tdx.all_reduce(np.zeros(104, "f"), "max" if rank else "sum"), ("sum", "max")),
         (lambda: tdx.all_reduce(np.zeros(105, "f"), algorithm="one_shot" if rank == 2 else None),
-         ("None", "None", "one_shot")),
+         ("low_latency", "low_latency", "one_shot")),
         (lambda: tdx.all_gather(np.zeros((106, 1 + rank), "f")), ("1)", "2)", "3)")),
         (lambda: tdx.all_gather_matmul(np.zeros((4, 8 + rank), "f"), np.zeros((8 + rank, 5), "f")),
          ("8)", "9)", "10)")),
