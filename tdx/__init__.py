@@ -13,11 +13,22 @@ from tdx.runtime import errors
 from tdx.runtime.config import config
 
 if TYPE_CHECKING:
-    from tdx.kernels import *  # noqa: F403
-    from tdx.runtime.array import Array
-    from tdx.runtime.graph import graph
-    from tdx.runtime.init import init
-    from tdx.runtime.world import World
+    from tdx import language as language
+    from tdx.kernels.all_gather import AllGather as AllGather
+    from tdx.kernels.all_gather import all_gather as all_gather
+    from tdx.kernels.all_gather_matmul import AllGatherMatmul as AllGatherMatmul
+    from tdx.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul
+    from tdx.kernels.all_reduce import AllReduce as AllReduce
+    from tdx.kernels.all_reduce import all_reduce as all_reduce
+    from tdx.kernels.barrier import Barrier as Barrier
+    from tdx.kernels.barrier import barrier as barrier
+    from tdx.kernels.matmul import matmul as matmul
+    from tdx.kernels.matmul_reduce_scatter import MatmulReduceScatter as MatmulReduceScatter
+    from tdx.kernels.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
+    from tdx.runtime.array import Array as Array
+    from tdx.runtime.graph import graph as graph
+    from tdx.runtime.init import init as init
+    from tdx.runtime.world import World as World
 
 __version__ = "0.1.0"
 

@@ -58,12 +58,7 @@ CHANNEL_PACK_SHIFT = 3
 
 def pack_handle(rank: int, size: int, team: int) -> int:
     """The handle's `packed` word."""
-    return (
-        PACK_MARKER
-        | rank << PACK_RANK_SHIFT
-        | size << PACK_SIZE_SHIFT
-        | team << PACK_TEAM_SHIFT
-    )
+    return PACK_MARKER | rank << PACK_RANK_SHIFT | size << PACK_SIZE_SHIFT | team << PACK_TEAM_SHIFT
 
 
 def pack_channel(blocks: int) -> int:
@@ -74,6 +69,7 @@ def pack_channel(blocks: int) -> int:
 def channel_words(blocks: int, ranks: int) -> int:
     """32-bit words of a channel."""
     return CHANNEL_HEADER_WORDS + blocks * (STATE_WORDS + ranks)
+
 
 # set by the host driver while it is open: what interpreted device code calls to wait
 host_executor = None

@@ -300,9 +300,7 @@ def _check_algorithm(algorithm: str, numel: int, dtype: np.dtype, ranks: int) ->
         )
 
 
-def _choose(
-    world: World, numel: int, dtype: np.dtype, ranks: int, algorithm: str | None
-) -> Config:
+def _choose(world: World, numel: int, dtype: np.dtype, ranks: int, algorithm: str | None) -> Config:
     if algorithm is None:
         small = numel * dtype.itemsize <= constants(world.backend).low_latency_bytes
         fits = dtype.itemsize in (2, 4) and ranks <= LOW_LATENCY_LIMIT_RANKS

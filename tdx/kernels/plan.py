@@ -214,7 +214,7 @@ def plain_shape(shape: Any) -> tuple[int, ...]:
 
 
 def caller() -> str:
-    """"file:line" of the nearest frame outside tdx."""
+    """ "file:line" of the nearest frame outside tdx."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("tdx."):
         frame = frame.f_back  # type: ignore[assignment]

@@ -90,9 +90,9 @@ def tile_for(backend: str, m: int, n: int, k: int, itemsize: int) -> tuple[int, 
     rows, columns, depth_bytes = constants(backend).tile
     if backend != "host":
         if itemsize == 4:  # IEEE float32 has no tensor cores: its operands need registers
-            rows //= 2
+            columns //= 2
         elif k % 16 or n % 16:  # single elements are loaded, each with its own mask
-            rows, columns = rows // 2, columns // 2
+            rows, columns, depth_bytes = rows // 2, columns // 2, depth_bytes // 2
     limits = ((rows, m), (columns, n), (depth_bytes // itemsize, k))
     fitted = [max(16, min(limit, power_of_two(extent))) for limit, extent in limits]
     return fitted[0], fitted[1], fitted[2]

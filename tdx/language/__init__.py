@@ -22,7 +22,15 @@ from tdx.language.memory import (
     put_signal,
     quiet,
 )
-from tdx.language.signal import load_ll, load_ll_all, notify, program_index, store_ll, wait, wait_all
+from tdx.language.signal import (
+    load_ll,
+    load_ll_all,
+    notify,
+    program_index,
+    store_ll,
+    wait,
+    wait_all,
+)
 
 __all__ = [
     "MAX_WAIT_ANY",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from triton.language import core
 
 from tdx.language._intrinsic import (
@@ -165,8 +164,8 @@ def _spin_text(ranks: int, words: int, inputs: list[str]) -> str:
     base, stride, flag, active = inputs
     count = ranks * words
     lines = [
-        "{ .reg .pred want<%d>, bad, miss, more; .reg .b64 at<%d>; .reg .b32 bit, high, polls;"
-        % (ranks, ranks),
+        f"{{ .reg .pred want<{ranks}>, bad, miss, more; .reg .b64 at<{ranks}>;",
+        ".reg .b32 bit, high, polls;",
         "mov.u32 polls, 0;",
         f"mov.b64 at0, {base};",
     ]

@@ -237,7 +237,9 @@ def load_ll(
 
 
 @triton.jit
-def load_ll_all(ptr, stride, flag, world, ranks: tl.constexpr, mask=True, dtype: tl.constexpr = tl.int32):
+def load_ll_all(
+    ptr, stride, flag, world, ranks: tl.constexpr, mask=True, dtype: tl.constexpr = tl.int32
+):
     """`load_ll` of the words that every other rank stored, all in flight at once.
 
     Parameters
@@ -284,7 +286,7 @@ def load_ll_all(ptr, stride, flag, world, ranks: tl.constexpr, mask=True, dtype:
             else:
                 high = tl.where(missing != 0, again[p * count + 1], found[p * count + 1])
                 value = _low(low) | (high << 32)
-            values = values + (value.to(dtype, bitcast=True),)
+            values = values + (value.to(dtype, bitcast=True),)  # noqa: RUF005 - Triton has no star
         ok = settled != 0
     else:
         ok = as_tensor(mask).to(tl.int1)
@@ -293,7 +295,7 @@ def load_ll_all(ptr, stride, flag, world, ranks: tl.constexpr, mask=True, dtype:
                 ptr + p * stride, flag, world, as_tensor(mask).to(tl.int1) & (me != p), p, dtype,
                 False,
             )  # fmt: skip
-            values = values + (value,)
+            values = values + (value,)  # noqa: RUF005
             ok = ok & there
     return values, ok
 

@@ -135,9 +135,7 @@ class SymmetricBlock(Block):
 
     symmetric = True
 
-    def __init__(
-        self, driver: Driver, exports: Exports, region: Region, nbytes: int, name: str
-    ):
+    def __init__(self, driver: Driver, exports: Exports, region: Region, nbytes: int, name: str):
         self.region = region
         self.offset = region.allocate(nbytes, name)
         window = region.window

@@ -22,7 +22,7 @@ from tdx.runtime.triton_driver import install_device_library, remove_device_libr
 if TYPE_CHECKING:
     from tdx.runtime.driver.cuda import CudaDriver
 
-__all__ = ["Shim", "install", "launch"]
+__all__ = ["Launches", "Shim", "install"]
 
 _CACHE_BYTES = 256 << 20  # what do_bench overwrites to empty the L2 cache
 
@@ -101,7 +101,8 @@ class Shim:
         active = triton.runtime.driver
         self._previous = getattr(active, "_active", None)
         with _torch_hidden():
-            active.set_active(_TritonDriver(driver))
+            shim = _TritonDriver(driver)
+        active.set_active(shim)
         install_device_library()
         self._scratch: dict[int, tuple[int, int]] = {}  # stream -> (address, bytes)
         triton.set_allocator(self._allocate)
@@ -166,7 +167,8 @@ class Launches:
     ) -> None:
         """Run `kernel` of `grid` blocks; the current stream must be `stream`."""
         values = [_plain(a) for a in args]
-        key = (kernel, tuple(_kind(a, v) for a, v in zip(args, values, strict=True)), *named.items())
+        kinds = tuple(_kind(a, v) for a, v in zip(args, values, strict=True))
+        key = (kernel, kinds, *named.items())
         found = self._compiled.get(key)
         if found is None:
             compiled = kernel[(grid,)](*args, **named)

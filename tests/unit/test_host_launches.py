@@ -67,7 +67,9 @@ def test_an_error_names_the_line_and_the_device_goes_on(world):
     x = world.array(np.zeros(8, np.float32))
     _wrong_shapes[(2,)](x)
     add[(1,)](x, 8, 1.0, BLOCK=8)  # dropped with the rest of the queue
-    place = r"kernel _wrong_shapes, program \(0, 0, 0\).*test_host_launches.py:\d+: .*the wrong line"
+    place = (
+        r"kernel _wrong_shapes, program \(0, 0, 0\).*test_host_launches.py:\d+: .*the wrong line"
+    )
     with pytest.raises(DriverError, match=place):
         world.synchronize()
     add[(1,)](x, 8, 1.0, BLOCK=8)

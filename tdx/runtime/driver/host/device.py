@@ -264,9 +264,7 @@ class Device:
         still_since = 0.0
         while True:
             with self.changed:
-                while not (
-                    self._stopping or self._abandoning or any(s.queue for s in self._order)
-                ):
+                while not (self._stopping or self._abandoning or any(s.queue for s in self._order)):
                     self.changed.wait()
                     idle = 0
                 if self._stopping or self._abandoning:

@@ -175,9 +175,7 @@ def _launch_options() -> frozenset[str]:
     return frozenset(names | {"device", "stream", "debug", "instrumentation_mode"})
 
 
-def prepare(
-    kernel: Any, args: tuple[Any, ...], named: dict[str, Any], grid: Any
-) -> PreparedKernel:
+def prepare(kernel: Any, args: tuple[Any, ...], named: dict[str, Any], grid: Any) -> PreparedKernel:
     """Bind and convert the arguments of a launch."""
     name = kernel.fn.__name__
     bound = _bind(kernel, name, args, named)
@@ -189,9 +187,7 @@ def prepare(
     return PreparedKernel(name, _interpreted(kernel), arguments, grid, (args, named))
 
 
-def _bind(
-    kernel: Any, name: str, args: tuple[Any, ...], named: dict[str, Any]
-) -> dict[str, Any]:
+def _bind(kernel: Any, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     try:
         bound = _signature(kernel.fn).bind(*args, **named)
     except TypeError as error:
