@@ -167,8 +167,17 @@ class Gathering:
 
     def join(self, stream: int) -> None:
         """Later work of `stream` waits until the own part was pushed to all peers."""
-        if self._plan.group.size > 1:
-            order(self._plan.world.driver, self._side.handle, stream)
+        if self._plan.group.size == 1:
+            return
+        world = self._plan.world
+        side = self._side.handle
+        if world.recording is not None and world.driver.capturing(stream) != (
+            world.driver.capturing(side)
+        ):
+            # pushes of an earlier call, not part of the graph: each replay waits for such
+            world.recording.before_replay(self.join)
+        else:
+            order(world.driver, side, stream)
 
 
 class AllGather(Plan):

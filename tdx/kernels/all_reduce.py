@@ -117,7 +117,7 @@ def one_shot_kernel(
                 out, bias, residual, slot, world, at, None, columns, ranks,
                 OP, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
-        if whole % parts == index:
+        if (whole * BLOCK < numel) & (whole % parts == index):
             at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             _reduce_block(
                 out, bias, residual, slot, world, at, at < numel, columns, ranks,

@@ -24,6 +24,6 @@ def copy_share(to, source, count, index, parts, BLOCK: tl.constexpr):
     for block in range(index, whole, parts):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(to + at, tl.load(source + at))
-    if whole % parts == index:
+    if (whole * BLOCK < count) & (whole % parts == index):
         at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(to + at, tl.load(source + at, mask=at < count), mask=at < count)

@@ -72,6 +72,11 @@ def operand(world: World, x: Any, what: str) -> Operand:
             f"{what} is on DLPack device {memory.device}, the world on {world.backend}; "
             "copy it with world.array(x)"
         )
+    if world.backend != "host" and memory.device[1] != world.device.index:
+        raise Unsupported(
+            f"{what} is on GPU {memory.device[1]}, this rank's world on GPU {world.device.index}; "
+            "put it there, or copy it with world.array(x)"
+        )
     size = memory.dtype.itemsize
     if any(s % size for s in memory.strides):
         raise InvalidArgument(f"{what}: strides {memory.strides} are no multiples of {size} bytes")

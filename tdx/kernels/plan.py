@@ -26,6 +26,7 @@ import numpy as np
 
 from tdx.kernels.operand import Operand, check_operand, check_output, operand
 from tdx.runtime import dtypes
+from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array
 from tdx.runtime.config import config
 from tdx.runtime.errors import (
@@ -87,12 +88,7 @@ class Plan:
             yield shared
         described = ", ".join(f"{name}={value}" for name, value in shared.items())
         self.call = f"{self.operation}({described})"
-        self._agree()
-
-    def _agree(self) -> None:
-        heap = self.world.user_region.heap.digest.hex()[:16]
-        record = f"{self.call} team={list(self.group.ranks)} heap={heap}"
-        self.world.channels.agree(record, members=self.group.ranks)
+        agree(self.group, self.call)
 
     @contextlib.contextmanager
     def preparation(self) -> Iterator[None]:
@@ -143,7 +139,7 @@ class Plan:
         if world.recording is not None:
             world.recording.keep(self, *(op.array for op in operands))
         elif config.debug:
-            self._agree()
+            agree(self.group, self.call)
         return handle
 
     def begin_stream(self, stream: Any) -> int:

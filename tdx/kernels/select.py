@@ -56,7 +56,7 @@ class Constants:
 # A GPU's tile of 128 x 128 x 128 bytes takes 32 KiB of shared memory a stage.
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
-    "host": Constants(16 << 10, 1 << 19, (256, 1 << 17), 1, (128, 128, 512), 1, 2, 1, 1),
+    "host": Constants(16 << 10, 1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 1, 2, 1, 1),
     "cuda": Constants(256 << 10, 1 << 10, (1024, 4096), 128, (128, 128, 128), 3, 1 << 10, 16, 8),
     "hip": Constants(256 << 10, 1 << 10, (1024, 4096), 128, (128, 128, 128), 2, 1 << 10, 16, 8),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,16 @@ class Graph:
         self._stream = world.driver.current_stream()
         self._handle = 0
         self._keep: list[Any] = []
+        self._before: list[Callable[[int], None]] = []
 
     def keep(self, *objects: Any) -> None:
         """Hold objects as long as the graph lives."""
         self._keep.extend(objects)
+
+    def before_replay(self, join: Callable[[int], None]) -> None:
+        """Call `join(stream)` before each replay: work outside the graph comes first."""
+        if join not in self._before:
+            self._before.append(join)
 
     def __enter__(self) -> Graph:
         world = self._world
@@ -72,6 +79,8 @@ class Graph:
         target = self._stream if stream is None else stream_handle(stream)
         # arrays remember the recording's stream: keep it in step with where the work runs
         order(world.driver, self._stream, target)
+        for join in self._before:
+            join(target)
         world.driver.graph_launch(self._handle, target)
         order(world.driver, target, self._stream)
 

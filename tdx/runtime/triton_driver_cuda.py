@@ -27,13 +27,32 @@ __all__ = ["Launches", "Shim", "install"]
 _CACHE_BYTES = 256 << 20  # what do_bench overwrites to empty the L2 cache
 
 
+class _Utils:
+    """Triton's driver utilities; the first kernel that is loaded keeps the context for good.
+
+    Triton never unloads a kernel and looks them up by source, not by context: a later world would
+    launch what had gone with the context of an earlier one.
+    """
+
+    def __init__(self, utils: Any, driver: CudaDriver):
+        self._utils = utils
+        self._driver = driver
+
+    def load_binary(self, *args: Any) -> Any:
+        self._driver.keep_context()
+        return self._utils.load_binary(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._utils, name)
+
+
 class _TritonDriver(StockDriver):
     """Triton's CUDA driver with our device and our streams."""
 
     def __init__(self, driver: CudaDriver):
         # not super().__init__(): that asks PyTorch for device and stream
         try:
-            self.utils = CudaUtils()
+            self.utils = _Utils(CudaUtils(), driver)
         except Exception as error:
             raise DriverError(
                 f"Triton could not build its launcher ({type(error).__name__}: {error}); it needs "

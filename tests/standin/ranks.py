@@ -64,13 +64,14 @@ class Rank:
 
     @contextlib.contextmanager
     def leaves_modules(self) -> Iterator[None]:
-        """As leaves_nothing; compiled kernels stay loaded, which is Triton's doing."""
+        """As leaves_nothing; compiled kernels stay loaded, and with them the context."""
         before = self.fake.live()
         yield
         gc.collect()
         after = self.fake.live()
-        after.pop("modules", None)
-        before.pop("modules", None)
+        for table in (before, after):
+            table.pop("modules", None)
+            table.pop("contexts", None)
         assert after == before, (after, before)
 
     @contextlib.contextmanager

@@ -289,9 +289,10 @@ if __name__ == "__main__":
     def case_fault_stands():
         bench = Bench(2)
         bench.controls[:, abi.CONTROL_FAULT] = abi.FAULT_HOST
+        bench.controls[:, abi.CONTROL_TIMEOUT_NS] = 60 * 10**9
         begun = time.monotonic()
         assert not run_wait(bench, 1)
-        assert time.monotonic() - begun < 0.15
+        assert time.monotonic() - begun < 10
         k_notify[(1,)](bench.at(0), bench.world(0), 1, 3, "set", True)
         assert not bench.heaps[1].any()
         bench.heaps[0, 0] = 1

@@ -85,6 +85,9 @@ def _failure(what: str, code: Any) -> TdxError:
     return DriverError(f"{what}: {name}" + (f"; {hint}" if hint else ""))
 
 
+_kept: set[str] = set()  # GPUs whose primary context outlives the world
+
+
 class CudaDevice:
     """Opens the device; base of the driver.
 
@@ -114,6 +117,12 @@ class CudaDevice:
     def bind_thread(self) -> None:
         """Make the GPU current in the calling thread."""
         call("using the context", cu.cuCtxSetCurrent, self._context)
+
+    def keep_context(self) -> None:
+        """Hold the GPU's primary context until the process ends."""
+        if self.info.identity not in _kept:
+            _kept.add(self.info.identity)
+            call("keeping the context", cu.cuDevicePrimaryCtxRetain, self._device)
 
     def _unbind(self, before: Any) -> None:
         """Leave the calling thread with the context it had when the driver was opened."""

@@ -10,6 +10,7 @@ import pytest
 import tdx
 from tdx.kernels.matmul import ACTIVATIONS, Config
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tests.helpers.blocks import many_blocks
 from tests.helpers.cases import limit, worlds
 from tests.helpers.reference import (
     activated,
@@ -22,7 +23,7 @@ from tests.helpers.reference import (
 
 # rows a rank, depth, columns
 SHAPES = [(1, 1, 1), (2, 16, 3), (7, 33, 20), (16, 16, 16), (40, 65, 50), (17, 8, 129)]
-SMALL = Config(16, 16, 16, num_warps=4)
+SMALL = Config(32, 32, 32, num_warps=4)
 
 
 def whole_a(world, shape, dtype, salt=0):
@@ -56,9 +57,7 @@ def case_values(world, dtype):
 @worlds(8)
 def case_eight_ranks(world):
     a, b = values(world.rank, (3, 20), "float32"), values(99, (20, 17), "float32")
-    result = tdx.all_gather_matmul(
-        world.array(a, symmetric=False), world.array(b, symmetric=False)
-    )
+    result = tdx.all_gather_matmul(world.array(a, symmetric=False), world.array(b, symmetric=False))
     close(result, product(whole_a(world, (3, 20), "float32"), b), 20, "float32")
 
 
@@ -131,9 +130,7 @@ def case_chunks_and_repetition(world, chunks):
     )
     b = values(3, (k, n), "float32")
     y = world.array(b, symmetric=False)
-    xs = [
-        world.array(values(world.rank, (m, k), "float32", i), symmetric=False) for i in range(12)
-    ]
+    xs = [world.array(values(world.rank, (m, k), "float32", i), symmetric=False) for i in range(12)]
     outs = [world.empty((m * world.size, n), "float32", symmetric=False) for _ in xs]
     for x, out in zip(xs, outs, strict=True):
         plan(x, y, out=out)
@@ -150,6 +147,18 @@ def case_chunks_and_repetition(world, chunks):
             assert_same_bits(plan(x, y).numpy(), out.numpy(), i)
 
 
+@worlds(2, 3)
+def case_many_blocks(world):
+    m, k, n = 130, 24, 70
+    with many_blocks():
+        plan = tdx.AllGatherMatmul(world, (m, k), (k, n), "float32")
+        x = world.array(values(world.rank, (m, k), "float32"), symmetric=False)
+        y = world.array(values(5, (k, n), "float32"), symmetric=False)
+        wanted = product(whole_a(world, (m, k), "float32"), values(5, (k, n), "float32"))
+        for _ in range(4):
+            close(plan(x, y), wanted, k, "float32")
+
+
 @worlds(3)
 def case_ranks_have_the_same_bits(world, comm):
     """The same b on every rank gives the same result on every rank."""
@@ -163,8 +172,10 @@ def case_ranks_have_the_same_bits(world, comm):
 @worlds(2, 4)
 def case_overlap_with_a_late_sender(world):
     """One rank enters late: by then all tiles that do not need its data are finished."""
-    m, k, n = 48, 16, 32
-    plan = tdx.AllGatherMatmul(world, (m, k), (k, n), "float32", trace=True, config=SMALL)
+    m, k, n = 96, 16, 64
+    plan = tdx.AllGatherMatmul(
+        world, (m, k), (k, n), "float32", trace=True, config=SMALL, chunks_per_rank=1
+    )
     x = world.array(values(world.rank, (m, k), "float32"), symmetric=False)
     y = world.array(values(5, (k, n), "float32"), symmetric=False)
     late = world.size - 1

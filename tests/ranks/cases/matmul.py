@@ -19,7 +19,7 @@ from tests.helpers.reference import (
 )
 
 SHAPES = [(1, 1, 1), (5, 7, 3), (16, 16, 16), (33, 65, 129), (130, 17, 40), (64, 1, 200)]
-SMALL = Config(16, 16, 16, num_warps=4)
+SMALL = Config(32, 32, 32, num_warps=4)
 
 
 def close(got, wanted, depth, *kinds):

@@ -8,6 +8,7 @@ import pytest
 import tdx
 from tdx.kernels.matmul import ACTIVATIONS, Config
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument, Unsupported
+from tests.helpers.blocks import many_blocks
 from tests.helpers.cases import worlds
 from tests.helpers.reference import (
     activated,
@@ -20,7 +21,7 @@ from tests.helpers.reference import (
 
 # rows a rank, depth, columns
 SHAPES = [(1, 1, 1), (2, 16, 3), (7, 33, 20), (16, 16, 16), (40, 65, 50), (17, 8, 129)]
-SMALL = Config(16, 16, 16, num_warps=4)
+SMALL = Config(32, 32, 32, num_warps=4)
 
 
 def operands(rank, m, depth, n, dtype, salt=0):
@@ -68,6 +69,18 @@ def case_eight_ranks(world):
     x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
     wanted = reference(world, 3, lambda _: 20, 17, "float32")
     close(tdx.matmul_reduce_scatter(x, y), wanted, 160, *["float32"] * 8)
+
+
+@worlds(2, 3)
+def case_many_blocks(world):
+    m, k, n = 65, 24, 70
+    with many_blocks():
+        plan = tdx.MatmulReduceScatter(world, (m * world.size, k), (k, n), "float32")
+        a, b = operands(world.rank, m * world.size, k, n, "float32")
+        x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
+        wanted = reference(world, m, lambda _: k, n, "float32")
+        for _ in range(4):
+            close(plan(x, y), wanted, k * world.size, *["float32"] * world.size)
 
 
 @worlds(3)

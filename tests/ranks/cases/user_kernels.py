@@ -150,7 +150,8 @@ def case_heuristics_and_autotune(world):
     _heuristic[(1,)](x, 10)
     assert (x.numpy() == 16).all()
     _tuned[lambda args: (triton.cdiv(args["n"], args["BLOCK"]),)](x, 10)
-    assert (x.numpy() == 2).all()  # every rank takes the first one
+    if world.backend == "host":
+        assert (x.numpy() == 2).all()  # every rank takes the first one
 
 
 @worlds(1)
