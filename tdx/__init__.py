@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tdx.runtime import errors
+from tdx import errors
 from tdx.runtime.config import config
 
 if TYPE_CHECKING:

@@ -150,16 +150,15 @@ class World(Group):
 
     def array(self, source: Any, symmetric: bool = True, name: str | None = None) -> Array:
         """A copy of a NumPy array, a tdx array, or any DLPack producer; see `empty`."""
-        if not isinstance(source, Array):
-            if not hasattr(source, "__dlpack__"):
-                source = np.asarray(source)
-            else:
-                source = dlpack.import_array(source)
-                source = dlpack.numpy_view(
-                    source.owner, source.address, source.shape, source.strides, source.dtype
-                )
-        array = self.empty(source.shape, source.dtype, symmetric, name)
-        return array.copy_from(source)
+        if isinstance(source, Array):
+            return self.empty(source.shape, source.dtype, symmetric, name).copy_from(source)
+        if not hasattr(source, "__dlpack__"):
+            source = np.asarray(source)
+        memory = dlpack.import_array(source)
+        array = self.empty(memory.shape, memory.dtype, symmetric, name)
+        if array.size:
+            self.copies.copy(array, memory)
+        return array
 
     def allocate_runtime(
         self, group: Group, shape: tuple[int, ...], dtype: np.dtype, site: Site

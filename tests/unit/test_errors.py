@@ -45,3 +45,12 @@ def test_attributes():
     assert (timeout.expected, timeout.seen, timeout.call_number) == (3, -1, 0)
     assert errors.PeerLost("text", [3, 4]).ranks == (3, 4)
     assert errors.CollectiveMismatch("text", {0: "a"}).calls == {0: "a"}
+
+
+def test_the_public_module_has_all_of_them():
+    from tdx import errors as attribute
+    from tdx.errors import PeerTimeout, TdxError
+
+    assert attribute.PeerTimeout is PeerTimeout is errors.PeerTimeout
+    assert issubclass(PeerTimeout, TdxError)
+    assert set(attribute.__all__) == set(errors.__all__)

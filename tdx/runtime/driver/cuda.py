@@ -212,11 +212,11 @@ class CudaDriver(CudaMemory):
         """Where a plain launch goes: as current_stream, but to PyTorch's stream if it is in use.
 
         A program that has PyTorch on the GPU launches kernels on its tensors too; those keep
-        PyTorch's stream unless the caller chose one with `world.on`.
+        PyTorch's stream unless the caller chose one with `world.on` or is recording a graph.
         """
         stream = self.current_stream()
         torch = sys.modules.get("torch") if stream == self._default_stream else None
-        if torch is not None and torch.cuda.is_initialized():
+        if torch is not None and torch.cuda.is_initialized() and not self.capturing(stream):
             return int(torch._C._cuda_getCurrentRawStream(self.info.index))
         return stream
 

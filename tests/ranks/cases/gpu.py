@@ -155,10 +155,6 @@ def case_heaps_above_4_gib(comm, backend):
 def case_a_thousand_worlds(comm, backend):
     from cuda.bindings import driver as cu
 
-    def state():
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), cu.cuMemGetInfo()[1]
-
     seen = []
     for i in range(1000):
         with tdx.init(comm, backend=backend, heap_bytes=4 << 20) as world:
@@ -167,8 +163,9 @@ def case_a_thousand_worlds(comm, backend):
                 total = tdx.all_reduce(x).numpy()
                 assert (total == sum(range(1, world.size + 1))).all()
             world.barrier()
-        if i in (10, 999):
-            seen.append(state())
+            if i in (10, 999):
+                gc.collect()
+                seen.append((len(os.listdir("/proc/self/fd")), cu.cuMemGetInfo()[1]))
     assert seen[1][0] <= seen[0][0]
     assert seen[0][1] - seen[1][1] <= 64 << 20
 
