@@ -68,9 +68,7 @@ class Bench:
         return [_bytes(text) for text in self._sizes.split(",")]
 
     def calls(self, nbytes: int) -> int:
-        """Calls a graph: fewer of large ones, few on the host tier, which records no time."""
-        if self.world.backend == "host":
-            return 2
+        """Calls a graph: fewer of large ones."""
         return max(2, min(50, (64 << 20) // max(1, nbytes)))
 
     def rate(self, row: dict[str, Any], ours: Sequence[str], peers: Sequence[str]) -> None:
