@@ -57,7 +57,7 @@ class TorchPeers(Peers):
         dist.init_process_group(
             "nccl", store=store, rank=world.rank, world_size=world.size, device_id=device
         )
-        self._group = dist.group.WORLD
+        self._group: Any = dist.group.WORLD
         self._stream = torch.cuda.ExternalStream(world.stream.handle, device=device)
         version = ".".join(str(part) for part in torch.cuda.nccl.version())
         self.names = f"torch {torch.__version__}, NCCL {version}"

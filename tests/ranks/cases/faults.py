@@ -56,14 +56,15 @@ def case_a_dropped_notify(comm, backend):
     assert (fault.rank, fault.peer, fault.expected, fault.seen) == (world.rank, left, 1, 0)
     assert (fault.operation, fault.signal) == ("kernel", f"arrivals[{word}]")
     assert f"rank {left}: kernel, signal arrivals[{word}] expected 1, seen 0" in str(fault)
-    assert "_exchange(0, 0, 0) waits for word" in str(fault)
+    if backend == "host":  # where every program can be asked
+        assert "_exchange(0, 0, 0) waits for word" in str(fault)
     assert said.text.count("tdx: rank") == 1
     # later calls fail at once with the same cause
     start = time.monotonic()
     for call in (
         world.check, world.synchronize, world.barrier, other.numpy, world.stream.synchronize,
         lambda: world.empty(1, "int8"), lambda: world.team([0]), lambda: tdx.all_reduce(other),
-        lambda: np.asarray(other),
+        lambda: np.asarray(other) if backend == "host" else other.numpy(),
     ):  # fmt: skip
         with pytest.raises(PeerTimeout) as again:
             call()
