@@ -17,7 +17,6 @@ __all__ = ["main"]
 _COMMANDS = {  # name -> (module, help)
     "run": ("tdx.tools.run", "run a script on N ranks of this machine"),
     "demo": ("tdx.tools.demo", "a short tour on several ranks"),
-    "doctor": ("tdx.tools.doctor", "check this installation and name what is missing"),
     "bench": ("tdx.tools.bench", "measure an operation"),
     "info": ("tdx.tools.info", "versions, devices and limits"),
 }
