@@ -154,7 +154,7 @@ class Gathering:
         driver = plan.world.driver
         if self._nbytes:
             own = self.buffer._address + plan.group.rank * self._nbytes
-            driver.copy(own, x.pointer.data_ptr(), self._nbytes, stream)
+            driver.copy(own, x.pointer.data_ptr(), self._nbytes, stream, x.array)
         signals = (self.progress, self._credit, self.epoch, plan.group.handle)
         plan.launch(enter_kernel, 1, stream, *signals, self.chunks, num_warps=1)
         if plan.group.size > 1:

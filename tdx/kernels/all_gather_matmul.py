@@ -218,7 +218,7 @@ class AllGatherMatmul(Plan):
         return -(-self._gathering.chunk_rows // config.block_m) * -(-columns // config.block_n)
 
     def __call__(
-        self, a: Any, b: Any, out: Any = None, *, bias: Any = None, stream: Any = None
+        self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None
     ) -> Any:
         """Queue the operation; returns the product, or a tuple of them for several b.
 

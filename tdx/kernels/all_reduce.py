@@ -219,6 +219,8 @@ class AllReduce(Plan):
             check_types("all_reduce", self.dtype, self.out_dtype, op, bias or residual)
             self._numel = elements(self.shape)
             ranks = self.group.size
+            if config is not None and not isinstance(config, Config):
+                raise InvalidArgument(f"config must be an all_reduce Config, got {config!r}")
             self.config = config or _choose(world, self._numel, self.dtype, ranks, algorithm)
             _check_algorithm(self.config.algorithm, self._numel, self.dtype, ranks)
             shared.update(
@@ -238,7 +240,7 @@ class AllReduce(Plan):
             self._out = self.result_buffer(self.shape, self.out_dtype, buffer)
 
     def __call__(
-        self, x: Any, out: Any = None, *, bias: Any = None, residual: Any = None, stream: Any = None
+        self, x: Any, out: Any = None, stream: Any = None, *, bias: Any = None, residual: Any = None
     ) -> Any:
         """Queue the all-reduce of `x`; returns `out`, or the plan's buffer when it is None.
 
@@ -301,6 +303,8 @@ def _check_algorithm(algorithm: str, numel: int, dtype: np.dtype, ranks: int) ->
 
 
 def _choose(world: World, numel: int, dtype: np.dtype, ranks: int, algorithm: str | None) -> Config:
+    if algorithm == "two_shot":
+        raise Unsupported("all_reduce: two_shot is not offered yet; use one_shot")
     if algorithm is None:
         small = numel * dtype.itemsize <= constants(world.backend).low_latency_bytes
         fits = dtype.itemsize in (2, 4) and ranks <= LOW_LATENCY_LIMIT_RANKS

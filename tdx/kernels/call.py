@@ -49,7 +49,13 @@ def cached(world: World, group: Group, kind: type[P], *args: Any, **options: Any
     """The plan `kind(world, *args, **options)`, made on first use, alike on every rank."""
     plans: OrderedDict[Any, Any] = world.plans.setdefault(group.index, OrderedDict())
     key = (kind, args, tuple(options.values()))
-    plan = plans.get(key)
+    try:
+        plan = plans.get(key)
+    except TypeError:  # something that cannot be hashed, such as a list
+        raise InvalidArgument(
+            f"{kind.operation}: {', '.join(map(repr, (*args, *options.values())))} holds a value "
+            "of a type that no option has"
+        ) from None
     if plan is None:
         plan = plans[key] = kind(world, *args, team=group, **options)
         if len(plans) > _CACHED_PLANS:
@@ -173,4 +179,6 @@ class Call:
         to = operand(self.world, target, "out")
         for op in (operand(self.world, source, "buffer"), to):
             op.enter(handle)
-        driver.copy(to.pointer.data_ptr(), source._address, source.nbytes, handle)
+        driver.copy(
+            to.pointer.data_ptr(), source._address, source.nbytes, handle, (source, to.array)
+        )

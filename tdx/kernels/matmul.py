@@ -10,6 +10,7 @@ of a tile depend on its inputs only: not on the rank, the run, or how many block
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from tdx.kernels.plan import launch
 from tdx.kernels.select import constants, power_of_two, tile_for
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
 __all__ = ["ACTIVATIONS", "Config", "Epilogue", "choose", "matmul"]
@@ -215,6 +217,8 @@ class Epilogue:
         """Check the options of a product of `dtype` inputs."""
         dtype = dtypes.resolve(dtype)
         out = dtype if out_dtype is None else dtypes.resolve(out_dtype)
+        if dtype.name.startswith("float8"):
+            raise Unsupported(f"products of {dtype} are not offered yet; convert to bfloat16")
         if dtype.name not in _INPUTS or out.name not in _INPUTS:
             raise DtypeError(
                 f"matmul takes and gives {', '.join(_INPUTS)}; got {dtype} and out_dtype {out}"
@@ -232,7 +236,13 @@ class Epilogue:
         self, config: Config, k: int, n: int, a: tuple[int, int], b: tuple[int, int]
     ) -> dict[str, Any]:
         """Constexpr arguments and options of a kernel with a product of these extents, strides."""
-        rest = [stride for stride in (*a, *b) if stride != 1]
+        units = [1 if s[1] == 1 else 0 if s[0] == 1 else -1 for s in (a, b)]
+        rest = [
+            stride
+            for strides, unit in zip((a, b), units, strict=True)
+            for axis, stride in enumerate(strides)
+            if axis != unit
+        ]
         reach = max(abs(stride) for stride in (*a, *b, n)) * max(
             config.block_m, config.block_n, config.block_k
         )
@@ -244,8 +254,8 @@ class Epilogue:
             "BK": config.block_k,
             "GROUP_M": config.group_m,
             "PRECISION": "tf32" if self.allow_tf32 else "ieee",
-            "A_UNIT": 1 if a[1] == 1 else 0 if a[0] == 1 else -1,
-            "B_UNIT": 1 if b[1] == 1 else 0 if b[0] == 1 else -1,
+            "A_UNIT": units[0],
+            "B_UNIT": units[1],
             "EVEN": not any(extent % 16 for extent in (k, n, *rest)),
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
@@ -301,13 +311,15 @@ def flattened(a: Operand) -> tuple[int, int, int]:
     *lead, _ = a.shape
     if not lead:
         raise InvalidArgument(f"a must have 2 or more axes (..., K), got shape {a.shape}")
-    for i in range(len(lead) - 1):
-        if lead[i] != 1 and a.strides[i] != a.strides[i + 1] * a.shape[i + 1]:
+    # an axis of one element is not walked along: its stride says nothing
+    axes = [(n, s) for n, s in zip(lead, a.strides, strict=False) if n != 1]
+    for (_, outer), (n, inner) in itertools.pairwise(axes):
+        if outer != inner * n:
             raise InvalidArgument(
                 f"a of shape {a.shape} and strides {a.strides} (elements) has leading axes that "
                 "do not lie behind one another; pass a contiguous array"
             )
-    return elements(lead), a.strides[-2], a.strides[-1]
+    return elements(lead), axes[-1][1] if axes else a.shape[-1], a.strides[-1]
 
 
 def matmul(
@@ -322,6 +334,8 @@ def matmul(
     out: Any = None,
     allow_tf32: bool = False,
     config: Config | None = None,
+    algorithm: str | None = None,
+    team: Group | None = None,
     stream: Any = None,
 ) -> Any:
     """act(a . b + bias) on this rank alone.
@@ -339,6 +353,8 @@ def matmul(
         Round float32 inputs to tf32.
     config : Config, optional
         Pins the tile, and with it the bits of the result.
+    algorithm, team : None
+        As the overlapped products have them: there is one algorithm, and no rank but this one.
 
     Returns (..., N) in the framework of `a`. Raises InvalidArgument, DtypeError, Unsupported.
     """
@@ -346,6 +362,9 @@ def matmul(
     world = call.world
     world.check()
     no_scales(scale_a, scale_b)
+    world.group(team)
+    if algorithm is not None:
+        raise InvalidArgument(f"algorithm={algorithm!r}: a matmul on one rank has only one")
     x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
     if len(y.shape) != 2:
         raise InvalidArgument(f"b must have 2 axes (K, N), got shape {y.shape}")

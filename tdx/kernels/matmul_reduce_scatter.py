@@ -211,7 +211,7 @@ class MatmulReduceScatter(Plan):
         self._out = self.result_buffer(self.out_shape, self.epilogue.out_dtype, buffer)
 
     def __call__(
-        self, a: Any, b: Any, out: Any = None, *, bias: Any = None, stream: Any = None
+        self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None
     ) -> Any:
         """Queue the operation; returns `out`, or the plan's buffer when it is None."""
         x, y = operand(self.world, a, "a"), operand(self.world, b, "b")

@@ -138,6 +138,11 @@ class Plan:
             site.location = location
         if world.recording is not None:
             world.recording.keep(self, *(op.array for op in operands))
+            world.recording.before_replay(self.begin_stream)
+            for op in operands:
+                block = getattr(op.array, "_block", None)
+                if block is not None:
+                    world.recording.before_replay(block.enter)
         elif config.debug:
             agree(self.group, self.call)
         return handle
@@ -147,7 +152,9 @@ class Plan:
         driver = self.world.driver
         handle = driver.current_stream() if stream is None else stream_handle(stream)
         if self._stream != handle:
-            if self._stream and not driver.capturing(handle):
+            if self._stream:
+                if driver.capturing(handle):
+                    return handle  # what is recorded does not run now: the replay comes here again
                 order(driver, self._stream, handle)
             self._stream = handle
         return handle

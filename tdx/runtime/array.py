@@ -262,7 +262,11 @@ class Array:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        if self.world.backend == "host" or self.dtype.kind not in _CAI_KINDS:
+        if (
+            self.world.backend == "host"
+            or self.dtype.kind not in _CAI_KINDS
+            or self.dtype.isbuiltin != 1
+        ):
             raise AttributeError(
                 f"__cuda_array_interface__ does not exist for {self.dtype} on the "
                 f"{self.world.backend} backend; use DLPack"

@@ -60,6 +60,12 @@ def choose(backend: str | None) -> str:
 def open_driver(backend: str, topology: Topology) -> Driver:
     """Open the device of this rank."""
     if backend == "cuda":
+        interpreter = sys.modules.get("tdx.runtime.driver.host.interpreter")
+        if interpreter is not None and interpreter._builder is not None:
+            raise Unsupported(
+                "this process has had a world on the host tier, after which Triton cannot compile "
+                "for a GPU any more; start a new process"
+            )
         from tdx.runtime.driver.cuda import CudaDriver
 
         return CudaDriver(topology.local_rank, topology.local_size)
@@ -74,4 +80,5 @@ def announce(backend: str | None, chosen: str, rank: int) -> None:
     nobody = backend is None and not config.backend
     if nobody and chosen == "host" and rank == 0 and not (_said or config.quiet):
         _said = True
-        sys.stderr.write("tdx: found no GPU that tdx can drive: running on 'host', the CPU\n")
+        amd = " (there is no driver for the AMD GPU yet)" if amd_gpus() else ""
+        sys.stderr.write(f"tdx: found no GPU that tdx can drive{amd}: running on 'host', the CPU\n")

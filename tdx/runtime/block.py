@@ -81,7 +81,9 @@ class Block:
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the block: order it after the last use elsewhere."""
         if self.stream != stream:
-            if self.stream and not self.driver.capturing(stream):
+            if self.stream:
+                if self.driver.capturing(stream):
+                    return  # what is recorded does not run now: the replay enters
                 order(self.driver, self.stream, stream)
             self.stream = stream
 
@@ -144,6 +146,8 @@ class SymmetricBlock(Block):
         self._finalizer.atexit = False
 
     def free(self) -> None:
+        self.check()
+        self.wait()  # the next owner of the memory may use it on any stream
         super().free()
         self._finalizer.detach()
         self.region.heap.free(self.offset - self.region.start)

@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver as StockDriver
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+from triton.runtime import _allocation
 
 from tdx.runtime.errors import DriverError
 from tdx.runtime.triton_driver import install_device_library, remove_device_library
@@ -124,6 +125,7 @@ class Shim:
         active.set_active(shim)
         install_device_library()
         self._scratch: dict[int, tuple[int, int]] = {}  # stream -> (address, bytes)
+        self._allocator = _allocation._allocator.get()
         triton.set_allocator(self._allocate)
 
     def _allocate(self, nbytes: int, alignment: int, stream: int | None) -> int:
@@ -144,6 +146,7 @@ class Shim:
             self._driver.free(address, stream)
         self._scratch.clear()
         remove_device_library()
+        triton.set_allocator(self._allocator)
         triton.runtime.driver._active = self._previous
 
 

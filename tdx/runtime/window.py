@@ -10,6 +10,7 @@ only: what a team allocates must not move what others allocate.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import struct
@@ -146,7 +147,7 @@ class Region:
         self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes)
         self._last: dict[int, list[int]] = {}  # dropped block -> stream of its last use
         # what to try first: releases plans that nobody refers to any more
-        self.before_reclaim: Callable[[], None] = lambda: None
+        self.before_reclaim: Callable[[], object] = lambda: None
 
     def allocate(self, nbytes: int, label: str) -> int:
         """Offset (from the rank's heap start) of a new block; HeapExhausted on every rank."""
@@ -173,9 +174,11 @@ class Region:
     def _reclaim_idle(self, full: HeapFull, label: str) -> str:
         """Reclaim what all ranks have dropped and no queued work uses; waits for no work."""
         self.before_reclaim()
-        streams = {last[0] for last in self._last.values()}
-        busy = {s for s in streams if s and not self.window.driver.stream_query(s)}
-        mine = [o for o in self.heap.dropped() if self._last[o][0] not in busy]
+        # dropped first, streams after: finalizers go on dropping meanwhile
+        dropped = [(offset, self._last[offset][0]) for offset in self.heap.dropped()]
+        streams = {stream for _, stream in dropped if stream}
+        busy = {stream for stream in streams if not self.window.driver.stream_query(stream)}
+        mine = [offset for offset, stream in dropped if stream not in busy]
         payload = struct.pack(f"<{len(mine)}Q", *mine)
         what = f"{self.name} heap is full at {label}"
         everybody = self.window.channel.allgather(payload, what, self.ranks)
@@ -233,8 +236,9 @@ class Region:
 class RuntimeRegions:
     """Where the plans and channels of each group live, apart from the user's arrays."""
 
-    def __init__(self, window: Window, limit_bytes: int):
+    def __init__(self, window: Window, limit_bytes: int, before_reclaim: Callable[[int], object]):
         self._window = window
+        self._before_reclaim = before_reclaim  # takes the group's index
         self._limit = limit_bytes
         self._regions: dict[int, Region] = {}
 
@@ -250,5 +254,6 @@ class RuntimeRegions:
             region = Region(
                 self._window, "runtime", start, _FIRST_RUNTIME_BYTES, limit, group.ranks
             )
+            region.before_reclaim = functools.partial(self._before_reclaim, group.index)
             self._regions[group.index] = region
         return region

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -89,12 +89,13 @@ class World(Group):
         self.window = Window(driver, channel, self.rank, self.size)
         undo.add(self.window.close)
         limit = min(heap_bytes or memory_bytes, self.window.stride // 2) // 256 * 256
-        self.runtime_regions = RuntimeRegions(self.window, memory_bytes)
+        self.runtime_regions = RuntimeRegions(
+            self.window, memory_bytes, lambda group: self.plans.pop(group, None)
+        )
         self.runtime_regions.of(self)
         start = self.window.stride // 2
         first = min(_FIRST_USER_BYTES, limit)
         self.user_region = Region(self.window, "user", start, first, limit, self.ranks)
-        self.user_region.before_reclaim = self.plans.clear
         self.stream = self.new_stream()
         driver.set_current_stream(self.stream.handle)
         self.faults = Faults(self, timeout_s)
@@ -203,6 +204,8 @@ class World(Group):
         members: tuple[int, ...] = ()
         refused: TdxError | None = None
         try:
+            if not isinstance(ranks, Iterable):
+                raise InvalidArgument(f"a team is given by its world ranks, got {ranks!r}")
             members = tuple(check_rank(rank, self.size, "team rank") for rank in ranks)
             if not members or len(set(members)) != len(members):
                 raise InvalidArgument(f"a team needs one or more different ranks, got {members}")

@@ -108,8 +108,11 @@ class Driver(Protocol):
     def host_free(self, address: int) -> None:
         """Return memory of host_alloc."""
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Device to device, own or a peer's memory, by a copy engine; asynchronous."""
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, keep: Any = None) -> None:
+        """Device to device, own or a peer's memory, by a copy engine; asynchronous.
+
+        `keep` is held until the copy is done, where memory is not freed in stream order.
+        """
 
     def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Host memory to the device in stream order; returns when `src` may be reused."""

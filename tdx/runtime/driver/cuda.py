@@ -215,7 +215,8 @@ class CudaDriver(CudaMemory):
         PyTorch's stream unless the caller chose one with `world.on` or is recording a graph.
         """
         stream = self.current_stream()
-        torch = sys.modules.get("torch") if stream == self._default_stream else None
+        plain = stream == self._default_stream and not getattr(self._current, "own", False)
+        torch = sys.modules.get("torch") if plain else None
         if torch is not None and torch.cuda.is_initialized() and not self.capturing(stream):
             return int(torch._C._cuda_getCurrentRawStream(self.info.index))
         return stream
@@ -225,11 +226,11 @@ class CudaDriver(CudaMemory):
     ) -> None:
         """Run one of our own kernels on `stream`, through the cache of compiled kernels."""
         outer = self.current_stream()
-        self._current.stream = stream
+        self._current.stream, self._current.own = stream, True
         try:
             self._launches.launch(kernel, grid, stream, args, named)
         finally:
-            self._current.stream = outer
+            self._current.stream, self._current.own = outer, False
 
     def resident_blocks(self) -> int:
         return self.info.multiprocessors

@@ -210,7 +210,7 @@ class CudaMemory(CudaDevice):
         self._call("freeing pinned memory", cu.cuMemFreeHost, address)
 
     # ---- copies
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, keep: object = None) -> None:
         self._call("copying", cu.cuMemcpyAsync, dst, src, nbytes, stream)
 
     def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:

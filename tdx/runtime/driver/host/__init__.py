@@ -100,8 +100,8 @@ class HostDriver(HostMemory):
     def host_free(self, address: int) -> None:
         self._local.pop(address, None)
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self.device.enqueue(stream, lambda: Call(partial(_copy, dst, src, nbytes)))
+    def copy(self, dst: int, src: int, nbytes: int, stream: int, keep: Any = None) -> None:
+        self.device.enqueue(stream, lambda: Call(partial(_copy, dst, src, nbytes, keep)))
 
     def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self.copy(dst, src, nbytes, stream)
@@ -244,7 +244,7 @@ def _keep(block: Any) -> None:
     """Holds `block` until the stream reaches this point."""
 
 
-def _copy(dst: int, src: int, nbytes: int) -> None:
+def _copy(dst: int, src: int, nbytes: int, keep: Any) -> None:
     if nbytes == 4:  # a flag: one store, never torn
         ctypes.c_int32.from_address(dst).value = ctypes.c_int32.from_address(src).value
     else:

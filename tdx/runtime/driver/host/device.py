@@ -180,7 +180,7 @@ class Device:
                 return
             stream.queue.append(make())
             self.changed.notify_all()
-        if config.launch_blocking:
+        if config.launch_blocking and not self.on_device_thread:
             self.synchronize_stream(handle)
 
     def record(self, event: int, stream: int) -> None:
