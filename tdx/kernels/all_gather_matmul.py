@@ -120,7 +120,8 @@ class AllGatherMatmul(Plan):
         Of every rank's a: (m, ..., K). The gather runs along the first axis.
     shape_b : tuple, or sequence of tuples
         (K, N) of this rank's b; of several for one gather. K and the number of b are the same on
-        every rank, N may differ.
+        every rank, N may differ. (Ranks must make plans together: with the one-line function, all
+        change their shapes in the same call.)
     dtype
         float16, bfloat16 or float32.
     bias : bool

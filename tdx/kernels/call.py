@@ -20,7 +20,7 @@ from tdx.kernels.operand import Operand, operand
 from tdx.kernels.plan import Plan, posting_refusals
 from tdx.runtime import dlpack
 from tdx.runtime.array import Array
-from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.errors import Closed, InvalidArgument, TdxError
 from tdx.runtime.group import Group
 from tdx.runtime.init import current_world
 from tdx.runtime.stream import stream_handle
@@ -91,6 +91,7 @@ class Call:
         current = None if self._framework is None else self._framework.stream_of(like)
         self.stream = current if stream is None else stream
         self._waits = self._framework is not None and current is None
+        self._planned = False  # do all ranks have the plan of this call?
         self._staged = False  # are the operands in host memory, and the world on a GPU?
         self._given: set[int] = set()  # tdx arrays passed as `out`: returned as they are
         self._copies: dict[int, np.ndarray[Any, Any]] = {}  # results to be copied to `out` arrays
@@ -104,11 +105,18 @@ class Call:
                     f"{self.operation}: expected a tdx array, a NumPy array or a DLPack producer, "
                     f"got {type(self._like).__name__}"
                 )
-            yield
+            try:
+                yield
+            except TdxError as error:
+                if self._planned:  # the peers have the plan and wait in its kernels, not for words
+                    error.posted = True  # type: ignore[attr-defined]
+                raise
 
     def plan(self, kind: type[P], *args: Any, **options: Any) -> P:
         """The cached plan of this call; it has no buffers for results."""
-        return cached(self.world, self.group, kind, *args, **options, buffer=False)
+        plan = cached(self.world, self.group, kind, *args, **options, buffer=False)
+        self._planned = True
+        return plan
 
     def operand(self, x: Any, what: str, strided: bool = False) -> Operand:
         """`x` as an operand; a copy where the device cannot read it, or it must be contiguous."""

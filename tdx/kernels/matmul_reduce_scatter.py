@@ -135,7 +135,8 @@ class MatmulReduceScatter(Plan):
     world : World
     shape_a, shape_b : tuple
         (d0, ..., K_local) and (K_local, N) of this rank. d0 must be a multiple of the ranks.
-        d0, ..., N are the same on every rank, K_local may differ.
+        d0, ..., N are the same on every rank, K_local may differ. (Ranks must make plans together:
+        with the one-line function, all change their shapes in the same call.)
     dtype
         float16, bfloat16 or float32.
     partial_dtype : {None, "float32"}

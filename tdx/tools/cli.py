@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 _COMMANDS = {  # name -> (module, help)
     "run": ("tdx.tools.run", "run a script on N ranks of this machine"),
-    "demo": ("tdx.tools.demo", "a short tour on several ranks"),
+    "demo": ("tdx.tools.demo", "a gated MLP on several ranks, checked"),
     "bench": ("tdx.tools.bench", "measure an operation"),
     "info": ("tdx.tools.info", "versions, devices and limits"),
 }

@@ -87,3 +87,16 @@ def case_words_of_the_contract(world):
     with pytest.raises(InvalidArgument, match="Config"):
         tdx.AllReduce(world, 8, "float32", config="fast")
     assert (tdx.all_reduce(x).numpy() == world.size).all()
+
+
+@worlds(2)
+def case_a_refused_call_leaves_the_ranks_in_step(world):
+    x = world.array(np.ones(8, np.float32))
+    assert (tdx.all_reduce(x).numpy() == world.size).all()
+    if world.rank == 0:  # caught, and made again as it should be
+        with pytest.raises(InvalidArgument):
+            tdx.all_reduce(x, out=world.empty(3, "float32", symmetric=False))
+    assert (tdx.all_reduce(x).numpy() == world.size).all()
+    world.barrier()
+    world.channel(1)
+    world.barrier()
