@@ -46,11 +46,9 @@ FAULT_HOST = 2  # raised by the host: a peer is lost, the world is closing
 # channel: 32-bit words in symmetric memory. A header, then a state per block, then per block
 # one pad per rank of the team, written by that rank.
 CHANNEL_GRID_COUNT = 0  # blocks that arrived at the grid barrier
-CHANNEL_GRID_PHASE = 1  # grid barriers completed
 CHANNEL_HEADER_WORDS = 8
 STATE_EPOCH = 0  # within a block's state: epochs begun by tdl.epoch
 STATE_BARRIER = 1  # barriers begun by tdl.barrier
-STATE_FAULT = 2  # not 0: a wait of this block gave up
 STATE_WORDS = 4
 CHANNEL_PACK_MARKER = 5  # packed channel word: marker in bits 0-2, blocks above
 CHANNEL_PACK_SHIFT = 3

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from collections import deque
 
+from tdx import abi
 from tdx.runtime.driver.cuda_device import CudaDevice, call, cu
 from tdx.runtime.driver.cuda_staging import LARGE, Staging
 from tdx.runtime.errors import HeapExhausted, InvalidArgument, TdxError
@@ -79,7 +80,7 @@ class CudaMemory(CudaDevice):
         )
 
     def default_stride(self) -> int:
-        return max(1 << 33, 2 << (self.info.memory_bytes - 1).bit_length())
+        return max(abi.MIN_STRIDE_BYTES, 2 << (self.info.memory_bytes - 1).bit_length())
 
     def mem_create(self, nbytes: int) -> int:
         args = (f"allocating {nbytes} bytes for the heap", cu.cuMemCreate, nbytes, self._property)
