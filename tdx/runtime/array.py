@@ -39,7 +39,9 @@ class Array:
         Whose memory this is: the own rank, or r after `peer(r)`.
     """
 
-    __slots__ = ("_address", "_block", "dtype", "owner_rank", "shape", "strides", "world")
+    __slots__ = (
+        "_address", "_block", "dtype", "operand", "owner_rank", "shape", "strides", "world",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Array:
         self.strides = strides
         self.dtype = dtype
         self.owner_rank = world.rank if owner_rank is None else owner_rank
+        self.operand: Any = None  # what operations make of the array, once they have
 
     # ---- what it is
     @property
@@ -193,16 +196,24 @@ class Array:
 
     # ---- copies
     def numpy(self) -> np.ndarray[Any, Any]:
-        """A copy on the host, made after the array's pending work. Raises a pending fault."""
-        self._block.check()
+        """A copy on the host, made after the array's pending work. Raises a pending fault.
+
+        Also after `world.recover()`, for what was left in this rank's own memory.
+        """
         world = self.world
-        stream = self._block.stream or world.stream.handle
         low, nbytes = _span(self.shape, self.strides, self.itemsize)
+        is_left = world.recovered and self.owner_rank == world.rank and not self._block.freed
+        if not is_left:
+            self._block.check()
         contiguous = self.is_contiguous
         staging = np.empty(self.shape, self.dtype) if contiguous else np.empty(nbytes, np.uint8)
-        with world.surfacing():
-            world.driver.copy_out(staging.ctypes.data, self._address + low, nbytes, stream)
-        world.check()
+        if is_left:
+            world.driver.read(staging.ctypes.data, self._address + low, nbytes)
+        else:
+            stream = self._block.stream or world.stream.handle
+            with world.surfacing():
+                world.driver.copy_out(staging.ctypes.data, self._address + low, nbytes, stream)
+            world.check()
         if contiguous:
             return staging
         return np.ndarray(self.shape, self.dtype, staging, -low, self.strides).copy()

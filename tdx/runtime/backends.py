@@ -12,7 +12,6 @@ from tdx.runtime.errors import DriverError, InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
-    from tdx.runtime.topology import Topology
 
 __all__ = ["BACKENDS", "amd_gpus", "announce", "choose", "nvidia_gpus", "open_driver"]
 
@@ -57,8 +56,8 @@ def choose(backend: str | None) -> str:
     return backend
 
 
-def open_driver(backend: str, topology: Topology) -> Driver:
-    """Open the device of this rank."""
+def open_driver(backend: str, device: int, local_size: int) -> Driver:
+    """Open device number `device`, for one of `local_size` ranks of this host."""
     if backend == "cuda":
         interpreter = sys.modules.get("tdx.runtime.driver.host.interpreter")
         if interpreter is not None and interpreter._builder is not None:
@@ -68,10 +67,10 @@ def open_driver(backend: str, topology: Topology) -> Driver:
             )
         from tdx.runtime.driver.cuda import CudaDriver
 
-        return CudaDriver(topology.local_rank, topology.local_size)
+        return CudaDriver(device, local_size)
     from tdx.runtime.driver.host import HostDriver
 
-    return HostDriver(topology.local_rank, topology.local_size)
+    return HostDriver(device, local_size)
 
 
 def announce(backend: str | None, chosen: str, rank: int) -> None:

@@ -7,6 +7,7 @@ and returns a local block to the driver.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -25,13 +26,13 @@ class Exports:
     """Which exports of a world's memory are still held by consumers, and whether it is closed.
 
     Finalizers call this in any thread, so it only adds to and discards from a set. When the
-    world has been closed, the last consumer's release runs `on_last`.
+    world has been closed, `closed` says why, and the last consumer's release runs `on_last`.
     """
 
     def __init__(self) -> None:
         self._held: set[object] = set()
         self.on_last: Callable[[], None] | None = None
-        self.closed = False
+        self.closed = ""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -61,20 +62,20 @@ class Block:
         self.name = name
         self.freed = False
         self._held = 0
-        self._last = [0]  # the stream, where also the finalizer sees it
+        self.last = [0]  # the stream, where also the finalizer sees it
 
     @property
     def stream(self) -> int:
-        return self._last[0]
+        return self.last[0]
 
     @stream.setter
     def stream(self, handle: int) -> None:
-        self._last[0] = handle
+        self.last[0] = handle
 
     def check(self) -> None:
         """Raise Closed if the memory, or its world, is gone."""
         if self.exports.closed:
-            raise Closed(f"array {self.name}: its world is closed")
+            raise Closed(f"array {self.name}: {self.exports.closed}")
         if self.freed:
             raise Closed(f"array {self.name} was freed")
 
@@ -120,16 +121,15 @@ class LocalBlock(Block):
     def __init__(self, driver: Driver, exports: Exports, nbytes: int, name: str, stream: int):
         super().__init__(driver, exports, driver.alloc(max(1, nbytes), stream), nbytes, name)
         self.stream = stream
-        self._finalizer = weakref.finalize(self, _free, driver, self.address, self._last)
-        self._finalizer.atexit = False
 
     def free(self) -> None:
         super().free()
-        self._finalizer()
+        self.driver.free(self.address, self.stream)
 
-
-def _free(driver: Driver, address: int, last: list[int]) -> None:
-    driver.free(address, last[0])
+    def __del__(self) -> None:
+        # cheaper than weakref.finalize, which other blocks use; `freed` is missing if alloc failed
+        if not getattr(self, "freed", True) and not sys.is_finalizing():
+            self.driver.free(self.address, self.stream)
 
 
 class SymmetricBlock(Block):
@@ -142,7 +142,7 @@ class SymmetricBlock(Block):
         self.offset = region.allocate(nbytes, name)
         window = region.window
         super().__init__(driver, exports, window.address(window.rank, self.offset), nbytes, name)
-        self._finalizer = weakref.finalize(self, region.drop, self.offset, self._last)
+        self._finalizer = weakref.finalize(self, region.drop, self.offset, self.last)
         self._finalizer.atexit = False
 
     def free(self) -> None:

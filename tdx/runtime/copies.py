@@ -32,10 +32,15 @@ class Copies:
 
     def copy(self, target: Array, source: Array | Imported) -> None:
         """Copy equal shapes and dtypes; `target` is not empty."""
-        if self._world.recording is not None:
-            self._world.recording.keep(target, source)
         block = target._block
         stream = block.stream or self._world.stream.handle
+        recording = self._world.recording
+        if recording is not None:
+            stream = self._driver.current_stream()  # another one would not be recorded
+            recording.keep(target, source)
+            recording.before_replay(block.enter)
+            if not isinstance(source, dlpack.Imported):
+                recording.before_replay(source._block.enter)
         block.enter(stream)
         if not isinstance(source, dlpack.Imported):
             source._block.check()

@@ -297,6 +297,8 @@ def import_array(obj: Any, stream: int | None = None) -> Imported:
 
 def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Strides in bytes of a contiguous row-major array."""
+    if len(shape) == 1:
+        return (itemsize,)
     strides = []
     step = itemsize
     for extent in reversed(shape):

@@ -9,12 +9,16 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tdx import abi
 from tdx.runtime.errors import PeerLost, PeerTimeout, TdxError
+from tdx.runtime.heartbeat import ABORT_QUESTION
+from tdx.runtime.mpi_end import skip_mpi_finalize
+from tdx.runtime.mpi_files import files_of, remove
 from tdx.runtime.outcomes import describe_ranks
 from tdx.runtime.undo import Undo
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Faults", "Pointer"]
 
+_STATE = abi.RECORD_STATE
 _WATCH_S = 0.2  # how often the watcher looks: a fault is reported well within a second
 
 
@@ -87,7 +92,7 @@ class Faults:
 
     def check(self) -> None:
         """Raise the fault that stands, if any; one read of host memory."""
-        if self.record[abi.RECORD_STATE]:
+        if self.record[_STATE]:
             self.raised = self._exception()
             raise self.raised.with_traceback(None)
 
@@ -98,19 +103,44 @@ class Faults:
     def _exception(self) -> TdxError:
         with self._lock:
             if self.first is None:
-                self.first = self._describe()
+                self.first = self._world.channels.explain(self._describe())
             return self.first
 
-    def _lose(self, ranks: frozenset[int]) -> None:
-        """The fault of peers that are gone, unless another one stands."""
+    def notice(self) -> bool:
+        """Make a fault of what the host knows of the peers; whether any fault stands now."""
+        channels = self._world.channels
+        lost, given_up = channels.lost(), channels.given_up()
+        if lost:
+            skip_mpi_finalize()
+        if channels.mismatch is not None and self.first is None:
+            self._stand(channels.mismatch)
+        elif (lost or given_up) and self.first is None:
+            fault = self._lost(lost) if lost else self._given_up(given_up)
+            self._stand(channels.explain(fault))
+        return bool(self.record[abi.RECORD_STATE])
+
+    def _stand(self, fault: TdxError) -> None:
+        """Let a fault stand, unless another one does."""
         with self._lock:
             if self.first is None and not self.record[abi.RECORD_STATE]:
-                self.first = PeerLost(
-                    f"rank {self._world.rank} lost {describe_ranks(ranks)}: the process has ended",
-                    sorted(ranks),
-                )
+                self.first = fault
                 self.record[abi.RECORD_STATE] = 1
         self.halt()
+
+    def _lost(self, ranks: frozenset[int]) -> PeerLost:
+        return PeerLost(
+            f"rank {self._world.rank} lost {describe_ranks(ranks)}: the process has ended",
+            sorted(ranks),
+        )
+
+    def _given_up(self, ranks: list[int]) -> PeerTimeout:
+        return PeerTimeout(
+            f"{describe_ranks(ranks)} gave this world up because of a fault and went on to "
+            f"world.recover(): call it on rank {self._world.rank} as well",
+            rank=self._world.rank,
+            peer=ranks[0],
+            operation="world.recover",
+        )
 
     def _describe(self) -> TdxError:
         record = self.record
@@ -118,46 +148,63 @@ class Faults:
         seen, expected = int(record[abi.RECORD_SEEN]), int(record[abi.RECORD_EXPECTED])
         peer = int(record[abi.RECORD_PEER])
         ranks = world.team_ranks(int(record[abi.RECORD_TEAM]))
+        site, word = world.signal_site(int(record[abi.RECORD_SIGNAL]))
+        if peer < 0 and site.words_per_rank:
+            peer = word // site.words_per_rank
         peer = ranks[peer] if 0 <= peer < len(ranks) else -1
-        site = world.signal_site(int(record[abi.RECORD_SIGNAL]))
+        number, signal = (
+            site.usage.call_of((expected - 1) // site.steps + 1),
+            f"{site.signal}[{word}]",
+        )
         who = f"rank {peer}" if peer >= 0 else "a peer"
         if peer in world.channels.departed():
             who += " (which has closed its world)"
-        call = f", call {site.calls}" if site.calls else ""
-        where = f", called at {site.location}" if site.location else ""
+        usage = site.usage
+        call = f", call {number}" if number else ""
+        where = f", called at {usage.location}" if usage.location else ""
         if peer in world.channels.lost():
             return PeerLost(
                 f"rank {world.rank} lost rank {peer} while it waited in {site.operation}{call} for "
-                f"signal {site.signal}{where}",
+                f"signal {signal}{where}",
                 [peer],
             )
         waiting = "".join(f"\n  {line}" for line in world.waiting_programs())
         return PeerTimeout(
             f"rank {world.rank} waited {world.timeout_s:g} s for {who}: {site.operation}{call}, "
-            f"signal {site.signal} expected {expected}, seen {seen}{where}"
+            f"signal {signal} expected {expected}, seen {seen}{where}"
             + (f"\nwaiting programs of rank {world.rank}:{waiting}" if waiting else ""),
             rank=world.rank,
             peer=peer,
             operation=site.operation,
-            signal=site.signal,
+            signal=signal,
             expected=expected,
             seen=seen,
-            call_number=site.calls,
-            location=site.location,
+            call_number=number,
+            location=usage.location,
         )
 
     def _watch(self) -> None:
         """Say a fault once on stderr, also while the host sits in the user's code."""
         while not self._stop.wait(_WATCH_S):
-            lost = self._world.channels.lost()
-            if lost and self.first is None:
-                self._lose(lost)
-            if self.record[abi.RECORD_STATE] and not self._said:
+            stands = self.notice()
+            if self.abort and (lost := self._world.channels.lost()):
+                self._end_process(lost)
+            if stands and not self._said:
                 self._said = True
                 sys.stderr.write(f"tdx: {self._exception()}\n")
                 sys.stderr.flush()
-            if lost and self.abort:
-                os._exit(1)
+
+    def _end_process(self, lost: frozenset[int]) -> None:
+        """End the job as `on_peer_failure="abort"` asks for; one rank says why."""
+        page = self._world.channels.page
+        speaker = self._world.rank + 1
+        if page is None or page.settle(ABORT_QUESTION, speaker, _WATCH_S) == speaker:
+            sys.stderr.write(f"tdx: {self._lost(lost)}: ending the job (on_peer_failure)\n")
+            sys.stderr.flush()
+        else:
+            time.sleep(_WATCH_S)  # a launcher ends all ranks with the first: let that one speak
+        remove(files_of("self"))
+        os._exit(1)
 
     def close(self) -> None:
         """Stop the watcher and return the memory; no kernel may run any more."""

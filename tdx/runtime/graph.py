@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tdx.runtime.errors import Closed, InvalidArgument, TdxError
+from tdx.runtime.signals import Usage
 from tdx.runtime.stream import order, stream_handle
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class Graph:
         self._handle = 0
         self._keep: list[Any] = []
         self._before: list[Callable[[int], None]] = []
+        self._calls: Counter[Usage] = Counter()
 
     def keep(self, *objects: Any) -> None:
         """Hold objects as long as the graph lives."""
@@ -41,6 +44,17 @@ class Graph:
         """Call `join(stream)` before each replay: work outside the graph comes first."""
         if join not in self._before:
             self._before.append(join)
+
+    def counts(self, usage: Usage) -> None:
+        """Each replay makes one more call."""
+        self._calls[usage] += 1
+
+    def discard(self) -> None:
+        """End the recording and drop what it holds."""
+        world = self._world
+        world.recording = None
+        with contextlib.suppress(TdxError):
+            world.driver.graph_destroy(world.driver.capture_end(self._stream))
 
     def __enter__(self) -> Graph:
         world = self._world
@@ -58,11 +72,12 @@ class Graph:
         trace: TracebackType | None,
     ) -> None:
         world = self._world
-        world.recording = None
         if error is not None:  # the recording may be unusable because of it
-            with contextlib.suppress(TdxError):
-                world.driver.graph_destroy(world.driver.capture_end(self._stream))
+            self.discard()
             return
+        if world.closed:
+            world.check()  # raises
+        world.recording = None
         self._handle = world.driver.capture_end(self._stream)
         finalizer = weakref.finalize(self, world.driver.graph_destroy, self._handle)
         finalizer.atexit = False
@@ -81,6 +96,8 @@ class Graph:
         order(world.driver, self._stream, target)
         for join in self._before:
             join(target)
+        for usage, calls in self._calls.items():
+            usage.add(calls)
         world.driver.graph_launch(self._handle, target)
         order(world.driver, target, self._stream)
 

@@ -1,29 +1,51 @@
-"""A shared page in which every rank of a host shows that it is alive."""
+"""A shared page: every rank of a host shows in it that it is alive, and ranks settle questions.
+
+A question is settled by the first rank that writes an answer, under a file lock that the system
+takes from a process which dies. It works without any message, so also among ranks that have
+lost others, and a rank that comes late finds the answer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from tdx import abi
+from tdx.runtime.board import CallBoard, board_bytes
+from tdx.runtime.errors import Closed, PeerTimeout
+from tdx.runtime.undo import Undo
 
-__all__ = ["HeartbeatPage", "beating", "create_page"]
+if TYPE_CHECKING:
+    from tdx.runtime.host_channel import HostChannel
 
-_SLOT_WORDS = 8  # 64-bit words, a cache line: beats, state
-_PAGE_BYTES = abi.MAX_RANKS * _SLOT_WORDS * 8
+__all__ = ["ABORT_QUESTION", "HeartbeatPage", "beating", "create_page", "share_page"]
+
+# Questions that the ranks of a page can settle: two for each round of recovery, and one more.
+_ROUNDS = abi.MAX_RANKS
+ABORT_QUESTION = 2 * _ROUNDS  # which rank says why the job ends
+_BEATS, _STATE, _STAGE, _DAMAGED, _PROCESS = range(5)
+_SLOT_WORDS = 8  # 64-bit words, a cache line
+_ANSWERS = abi.MAX_RANKS * _SLOT_WORDS
+_PAGE_BYTES = (_ANSWERS + ABORT_QUESTION + 1) * 8
+_BOARD_AT = -(-_PAGE_BYTES // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 _CLOSED = 1
 _BEAT_S = 0.2  # between two heartbeats of a busy rank
+_LOCK_POLL_S = 1e-3
+_settling = threading.Lock()  # file locks do not exclude threads of one process
 
 
-def create_page() -> int:
+def create_page(ranks: int) -> int:
     """A sealed memfd for `HeartbeatPage`, made by one rank for all; the caller owns it."""
     fd = os.memfd_create("tdx-heartbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, _PAGE_BYTES)
+        os.ftruncate(fd, _BOARD_AT + board_bytes(ranks))
         # nobody can shrink it under the others' feet, which would kill them with SIGBUS
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except BaseException:
@@ -33,38 +55,135 @@ def create_page() -> int:
 
 
 class HeartbeatPage:
-    """The mapped page: each rank writes its own slot and reads the others'."""
+    """The mapped page: each rank writes its own slot and reads the others'.
 
-    def __init__(self, fd: int, rank: int):
+    Attributes
+    ----------
+    board : CallBoard
+        Which calls the ranks have made, in the same file.
+    """
+
+    def __init__(self, fd: int, rank: int, ranks: int):
         self._rank = rank
-        self._map = mmap.mmap(fd, _PAGE_BYTES)
+        with Undo() as undo:
+            self._fd = os.dup(fd)
+            undo.add(os.close, self._fd)
+            self.board = CallBoard(fd, _BOARD_AT, rank, ranks)
+            undo.add(self.board.close)
+            self._map = mmap.mmap(fd, _PAGE_BYTES)
+            undo.commit()
         self._words = memoryview(self._map).cast("Q")
-        self._lock = threading.Lock()  # against closing under a beating thread
+        self._lock = threading.RLock()  # against closing under a beating thread
+        self._write(_PROCESS, os.getpid())
 
     def beat(self) -> None:
         """Show a sign of life."""
         with self._lock:
-            if self._words:
-                self._words[self._rank * _SLOT_WORDS] += 1
+            self._write(_BEATS, self.beats(self._rank) + 1)
 
     def beats(self, rank: int) -> int:
         """How many signs of life a rank has shown."""
-        with self._lock:
-            return self._words[rank * _SLOT_WORDS] if self._words else 0
+        return self._read(rank, _BEATS)
 
     def closed(self, rank: int) -> bool:
         """The rank ended its part in an orderly way."""
+        return self._read(rank, _STATE) == _CLOSED
+
+    def enter(self, stage: int, is_damaged: bool) -> None:
+        """Show that this rank gave up all earlier stages; `is_damaged`: because of a fault."""
         with self._lock:
-            return bool(self._words) and self._words[rank * _SLOT_WORDS + 1] == _CLOSED
+            self._write(_DAMAGED, is_damaged)
+            self._write(_STAGE, stage)
+
+    def stage(self, rank: int) -> int:
+        """How far a rank has come: 0 in the world's normal work, else its round of recovery."""
+        return self._read(rank, _STAGE)
+
+    def damaged(self, rank: int) -> bool:
+        """The rank gave the world up because of a fault."""
+        return bool(self._read(rank, _DAMAGED))
+
+    def process(self, rank: int) -> int:
+        """Process id of a rank; 0: not known."""
+        return self._read(rank, _PROCESS)
+
+    def answer(self, question: int) -> int:
+        """What was settled; 0: nothing yet."""
+        with self._lock:
+            return self._words[_ANSWERS + question] if self._words else 0
+
+    def settle(self, question: int, answer: int, timeout_s: float) -> int:
+        """The first answer (not 0) that any rank gave to the question: the same on every rank.
+
+        Raises PeerTimeout if a rank was stopped in the middle of this for `timeout_s` seconds.
+        """
+        start = time.monotonic()
+        while not (settled := self.answer(question)):
+            with self._lock, _settling:
+                if not self._words:
+                    raise Closed("the host channel is closed")
+                with contextlib.suppress(BlockingIOError, PermissionError):  # another rank has it
+                    fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    try:
+                        self._words[_ANSWERS + question] = self.answer(question) or answer
+                    finally:
+                        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+                    continue
+            if timeout_s and time.monotonic() - start > timeout_s:
+                raise PeerTimeout(
+                    f"rank {self._rank} waited {timeout_s:g} s for a rank that was stopped while "
+                    "it held the lock of the shared page",
+                    rank=self._rank, operation="settling", signal="host channel",
+                )  # fmt: skip
+            time.sleep(_LOCK_POLL_S)
+        return settled
+
+    def _read(self, rank: int, word: int) -> int:
+        with self._lock:
+            return self._words[rank * _SLOT_WORDS + word] if self._words else 0
+
+    def _write(self, word: int, value: int) -> None:
+        with self._lock:
+            if self._words:
+                self._words[self._rank * _SLOT_WORDS + word] = value
 
     def close(self) -> None:
         """Mark this rank as closed and unmap; a second call does nothing."""
         with self._lock:
             if self._words:
-                self._words[self._rank * _SLOT_WORDS + 1] = _CLOSED
+                self._write(_STATE, _CLOSED)
                 self._words.release()
                 self._words = memoryview(b"")
                 self._map.close()
+                self.board.close()
+                os.close(self._fd)
+
+
+def share_page(channel: HostChannel) -> HeartbeatPage | None:
+    """The page of a channel that has just been made (collective); None for a single rank."""
+    if channel.size == 1:
+        return None
+    is_first = channel.rank == 0
+    own = channel.together(
+        lambda: create_page(channel.size) if is_first else None, "init: heartbeats"
+    )
+    fds: list[int | None] = []
+    made: list[HeartbeatPage] = []
+    try:
+        fds = channel.exchange_fds(own, "init: heartbeat page")
+        page = fds[0]
+        assert page is not None
+        step = functools.partial(HeartbeatPage, page, channel.rank, channel.size)
+        channel.together(lambda: made.append(step()), "init: heartbeat map")
+        return made[0]
+    except BaseException:
+        for own_page in made:
+            own_page.close()
+        raise
+    finally:
+        for fd in (own, *fds):
+            if fd is not None:
+                os.close(fd)
 
 
 @contextlib.contextmanager

@@ -13,22 +13,22 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from tdx.runtime.board import Entry, explained
 from tdx.runtime.errors import (
     Closed,
     CollectiveMismatch,
-    InvalidArgument,
     PeerLost,
     PeerTimeout,
     TdxError,
 )
 from tdx.runtime.exchange import Mesh
-from tdx.runtime.frames import Link, Message, encode, group_of
-from tdx.runtime.heartbeat import HeartbeatPage, beating, create_page
+from tdx.runtime.frames import Inbox, Link, Message, encode, group_of, members_of, require_uncut
+from tdx.runtime.heartbeat import HeartbeatPage, beating, share_page
 from tdx.runtime.outcomes import describe_ranks, pack_error, raise_for_peers, require_same_calls
-from tdx.runtime.unix_sockets import close_fds
+from tdx.runtime.unix_sockets import check_timeout, close_fds
 
 __all__ = ["HostChannel"]
 
@@ -52,7 +52,7 @@ class HostChannel:
         """Collective; raises on every rank or on none. The channel owns the mesh from here on."""
         self.rank = mesh.rank
         self.size = mesh.size
-        self.timeout_s = _check_timeout(timeout_s)
+        self.timeout_s = check_timeout(timeout_s)
         self._mesh = mesh
         self._pid = os.getpid()
         self._links = {peer: Link(sock) for peer, sock in mesh.sockets.items()}
@@ -63,14 +63,17 @@ class HostChannel:
         self._full: set[int] = set()  # peers polled for room to send
         self._lock = threading.Lock()
         self._numbers: dict[int, int] = {}  # group -> operations begun
-        self._inbox: dict[tuple[int, int, int], Message] = {}  # by peer, group, number
+        self._shown: dict[int, Entry] = {}  # group -> what peers see of them
+        self.mismatch: CollectiveMismatch | None = None  # what `explain` found
+        self._inbox = Inbox()
         self._awaited: tuple[int, int] | None = None
         self._lost: frozenset[int] = frozenset()
         self._departed: frozenset[int] = frozenset()
         self._closed = False
-        self._page: HeartbeatPage | None = None
+        self._stage = 0  # 0: the world's normal work, else the round of its recovery
+        self.page: HeartbeatPage | None = None
         try:
-            self._page = self._share_page()
+            self.page = share_page(self)
         except BaseException:
             self.close()
             raise
@@ -135,19 +138,24 @@ class HostChannel:
         return result
 
     def exchange_fds(
-        self, fd: int | None, what: str, members: Sequence[int] | None = None,
-        timeout_s: float | None = None,
+        self, fd: int | Mapping[int, int] | None, what: str,
+        members: Sequence[int] | None = None, timeout_s: float | None = None,
     ) -> list[int | None]:  # fmt: skip
         """Every member's descriptor, in the order of members; None for ranks that gave none.
 
-        `fd` stays the caller's. The caller owns every descriptor returned, its own entry being a
-        duplicate; all are close-on-exec. If one does not arrive, every rank raises.
+        `fd`, one for all or one for each member, stays the caller's. The caller owns every
+        descriptor returned, its own entry being a duplicate; all are close-on-exec. If one does
+        not arrive, every rank raises.
         """
-        copies: list[int] = []
+        copies: list[int] = []  # used up from the end
         try:
-            for _ in self._members(members):
-                if fd is not None:
-                    copies.append(os.dup(fd))
+            peers = [
+                rank for rank in members_of(members, self.rank, self.size) if rank != self.rank
+            ]
+            for rank in (self.rank, *reversed(peers)):
+                given = fd[rank] if isinstance(fd, Mapping) else fd
+                if given is not None:
+                    copies.append(os.dup(given))
         except OSError as error:
             close_fds(copies)
             refused = TdxError(f"{what}: the descriptor {fd} cannot be duplicated: {error}")
@@ -159,7 +167,7 @@ class HostChannel:
             self._post(received, pack_error(error), members)  # peers may have come as far as that
             raise
         try:
-            self.together(lambda: _require_uncut(messages), received, members, timeout_s)
+            self.together(lambda: require_uncut(messages), received, members, timeout_s)
         except BaseException:
             for message in messages.values():
                 message.discard()
@@ -168,8 +176,8 @@ class HostChannel:
 
     def heartbeat(self) -> None:
         """Tell the peers that this rank is at work: their deadlines start again."""
-        if self._page is not None:
-            self._page.beat()
+        if self.page is not None:
+            self.page.beat()
 
     def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Send heartbeats while the block runs: for compilation, growth, loading."""
@@ -185,6 +193,29 @@ class HostChannel:
         self._look()
         return self._departed
 
+    def explain(self, error: TdxError) -> TdxError:
+        """CollectiveMismatch if ranks made different calls and so came to `error`, else `error`."""
+        if self.page is None or self._stage:
+            return error
+        if self.mismatch is None:
+            found = explained(self.page.board, range(self.size), error)
+            self.mismatch = found if isinstance(found, CollectiveMismatch) else None
+        return self.mismatch or error
+
+    def enter(self, stage: int, is_damaged: bool) -> None:
+        """Give up all earlier stages: peers that still wait there for this rank raise.
+
+        Messages of different stages do not meet. `is_damaged`: a fault is the reason.
+        """
+        self._stage = stage
+        if self.page is not None:
+            self.page.enter(stage, is_damaged)
+
+    def given_up(self) -> list[int]:
+        """Peers that gave the world up because of a fault. Never blocks; any thread."""
+        page, peers = self.page, set(range(self.size)) - {self.rank}
+        return [] if page is None else [rank for rank in sorted(peers) if page.damaged(rank)]
+
     def close(self) -> None:
         """Deliver what is queued (at most 0.5 s), then close everything. May be called again.
 
@@ -199,41 +230,12 @@ class HostChannel:
             while any(link.unsent for link in self._links.values()) and time.monotonic() < end:
                 self._pump(0.05)
             self._closed = True
-            if self._page is not None:
-                self._page.close()  # before the connections end, so that peers see it in order
+            if self.page is not None:
+                self.page.close()  # before the connections end, so that peers see it in order
             for link in self._links.values():
                 link.close()
             self._mesh.close()
-            for message in self._inbox.values():
-                message.discard()
             self._inbox.clear()
-
-    def _share_page(self) -> HeartbeatPage | None:
-        if self.size == 1:
-            return None
-        own = self.together(lambda: create_page() if self.rank == 0 else None, "init: heartbeats")
-        fds: list[int | None] = []
-        try:
-            fds = self.exchange_fds(own, "init: heartbeat page")
-            page = fds[0]
-            assert page is not None
-            return self.together(lambda: HeartbeatPage(page, self.rank), "init: heartbeat map")
-        finally:
-            for fd in (own, *fds):
-                if fd is not None:
-                    os.close(fd)
-
-    def _members(self, members: Sequence[int] | None) -> tuple[int, ...]:
-        if members is None:
-            return tuple(range(self.size))
-        ranks = tuple(members)
-        if len(set(ranks)) != len(ranks) or not all(0 <= r < self.size for r in ranks):
-            raise InvalidArgument(
-                f"members {ranks}: each must be a different world rank below {self.size}"
-            )
-        if self.rank not in ranks:
-            raise InvalidArgument(f"rank {self.rank} is not among the members {ranks}")
-        return ranks
 
     def _exchange(
         self,
@@ -249,14 +251,17 @@ class HostChannel:
         """
         copies = fds or []
         try:
-            ranks = self._members(members)
-            limit = self.timeout_s if timeout_s is None else _check_timeout(timeout_s)
+            ranks = members_of(members, self.rank, self.size)
+            limit = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
             with self._operation(what, ranks) as (group, number):
                 own = Message(group, number, what, payload)
                 self._send(encode(own, bool(copies)), ranks, copies)
                 peers = [rank for rank in ranks if rank != self.rank]
-                self._collect(what, group, number, peers, limit)
-                inbox = {p: self._inbox.pop((p, group, number)) for p in peers}
+                try:
+                    self._collect(what, group, number, peers, limit)
+                except (PeerLost, PeerTimeout) as error:
+                    raise self.explain(error) from None
+                inbox = {p: self._inbox.take(p, group, number) for p in peers}
             own.fd = copies.pop() if copies else None
         finally:
             close_fds(copies)
@@ -272,27 +277,32 @@ class HostChannel:
     def _post(self, what: str, payload: bytes, members: Sequence[int] | None) -> None:
         """This rank's part in an operation whose outcome it does not wait for."""
         with contextlib.suppress(TdxError):
-            ranks = self._members(members)
+            ranks = members_of(members, self.rank, self.size)
             with self._operation(what, ranks) as (group, number):
                 self._send(encode(Message(group, number, what, payload), False), ranks, [])
 
     @contextlib.contextmanager
     def _operation(self, what: str, ranks: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         """The channel is this thread's alone; yields the group and the operation's number."""
-        group = group_of(ranks)
+        group = group_of(ranks, self._stage)
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 raise Closed(f"{what}: the world is closed, or this is a forked process")
             number = self._numbers.get(group, 0)
             self._numbers[group] = number + 1
             self._awaited = (group, number)
+            if self.page is not None and self.mismatch is None:  # peers look at what led to it
+                shown = self._shown.get(group) or Entry(self.page.board, group or 1)
+                self._shown[group] = shown
+                shown.write(what)
+                shown.add()
             try:
                 yield group, number
             finally:
                 self._awaited = None
                 for peer in ranks:
-                    if message := self._inbox.pop((peer, group, number), None):
-                        message.discard()
+                    if (peer, group, number) in self._inbox:
+                        self._inbox.take(peer, group, number).discard()
 
     def _send(self, records: bytes, ranks: tuple[int, ...], copies: list[int]) -> None:
         for peer in ranks:
@@ -310,6 +320,11 @@ class HostChannel:
             gone = [p for p in missing if self._links[p].ended]
             if gone:
                 raise self._peer_lost(what, gone)
+            if ahead := [p for p in missing if self.page and self.page.stage(p) > self._stage]:
+                self._pump(0)  # what they said before
+            if ahead := [p for p in ahead if (p, group, number) not in self._inbox]:
+                why = ", which gave it up and went on to world.recover(): call it here as well"
+                raise self._late(what, ahead, ahead[0], why)
             waiting = missing or [p for p in peers if self._links[p].unsent]
             if not waiting:
                 return
@@ -321,11 +336,13 @@ class HostChannel:
             left = oldest + limit - now if limit else math.inf
             if left <= 0:
                 silent = [peer for peer in waiting if heard[peer] == oldest]
-                raise self._timeout(what, waiting, silent, limit)
+                why = f": nothing heard of {describe_ranks(silent)} for {limit:g} s (timeout_s). "
+                remedy = "Look at what these ranks do, or give tdx.init a larger timeout_s"
+                raise self._late(what, waiting, silent[0], why + remedy)
             self._pump(min(left, _TICK_S))
 
     def _signs(self, peer: int) -> tuple[int, int]:
-        beats = self._page.beats(peer) if self._page is not None else 0
+        beats = self.page.beats(peer) if self.page is not None else 0
         return beats, self._links[peer].received
 
     def _peer_lost(self, what: str, gone: list[int]) -> PeerLost:
@@ -333,12 +350,10 @@ class HostChannel:
         how = "closed its world" if closed == gone else self._links[gone[0]].ended
         return PeerLost(f"{what}: lost {describe_ranks(gone)} ({how})", gone)
 
-    def _timeout(self, what: str, missing: list[int], silent: list[int], limit: float) -> TdxError:
+    def _late(self, what: str, missing: list[int], peer: int, why: str) -> TdxError:
         return PeerTimeout(
-            f"rank {self.rank} waited in {what} for {describe_ranks(missing)}: nothing heard of "
-            f"{describe_ranks(silent)} for {limit:g} s (timeout_s). Look at what these ranks do, "
-            "or give tdx.init a larger timeout_s",
-            rank=self.rank, peer=silent[0], operation=what, signal="host channel",
+            f"rank {self.rank} waited in {what} for {describe_ranks(missing)}{why}",
+            rank=self.rank, peer=peer, operation=what, signal="host channel",
         )  # fmt: skip
 
     def _watch(self, peer: int) -> None:
@@ -364,7 +379,7 @@ class HostChannel:
             if link.ended:
                 self._poll.unregister(fd)
                 del self._by_fd[fd]
-                if self._page is not None and self._page.closed(peer):
+                if self.page is not None and self.page.closed(peer):
                     self._departed |= {peer}
                 else:
                     self._lost |= {peer}
@@ -373,8 +388,8 @@ class HostChannel:
         group, number = message.group, message.number
         if number < self._numbers.get(group, 0) and (group, number) != self._awaited:
             message.discard()  # of an operation that this rank gave up
-        else:
-            self._inbox[peer, group, number] = message
+        elif not self._inbox.put(peer, message):
+            self._links[peer].refuse("it sent more than anybody asked for")
 
     def _look(self) -> None:
         if self._lock.acquire(blocking=False):  # else an operation is at it, and keeps watch
@@ -383,18 +398,3 @@ class HostChannel:
                     self._pump(0)
             finally:
                 self._lock.release()
-
-
-def _check_timeout(timeout_s: float) -> float:
-    if not 0 <= timeout_s < math.inf:
-        raise InvalidArgument(f"timeout_s={timeout_s}: give seconds, at least 0 (0: no deadline)")
-    return float(timeout_s)
-
-
-def _require_uncut(messages: dict[int, Message]) -> None:
-    cut = [rank for rank, message in messages.items() if message.cut]
-    if cut:
-        raise TdxError(
-            f"the descriptor of {describe_ranks(cut)} could not be received: "
-            "raise the limit on open files (ulimit -n)"
-        )

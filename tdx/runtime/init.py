@@ -5,23 +5,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tdx.runtime import backends
+from tdx.runtime.closing import close
 from tdx.runtime.comm import Comm, close_comm, open_comm
 from tdx.runtime.config import config
-from tdx.runtime.errors import (
-    CollectiveMismatch,
-    DriverError,
-    InvalidArgument,
-    PeerLost,
-    PeerTimeout,
-    TdxError,
-)
+from tdx.runtime.errors import DriverError, InvalidArgument, TdxError
 from tdx.runtime.exchange import Mesh
 from tdx.runtime.host_channel import HostChannel
-from tdx.runtime.outcomes import describe_ranks, pack_error, raise_for_peers
+from tdx.runtime.mpi_end import leave_out_if_damaged
+from tdx.runtime.outcomes import describe_ranks, is_consequence, pack_error, raise_for_peers
+from tdx.runtime.recovery import Survivors
 from tdx.runtime.topology import discover
 from tdx.runtime.undo import Undo
 from tdx.runtime.world import World
@@ -45,6 +42,9 @@ def init(
 ) -> World:
     """Bring up the world of all ranks of `comm`. Collective; every rank passes the same values.
 
+    It stays open until it is closed, also when nobody refers to it. One that is still open when
+    the process ends is given back then, and ResourceWarning says so.
+
     Parameters
     ----------
     comm : mpi4py communicator, or object with Get_rank, Get_size, allgather(bytes)
@@ -67,19 +67,11 @@ def init(
     DriverError, HeapExhausted
         The device or its memory.
     """
-    global _open
     communicator = open_comm(comm)
-    undo = Undo()
     try:
-        world = _bring_up(communicator, backend, heap_bytes, timeout_s, on_peer_failure, undo)
-    except BaseException as error:
-        for failure in undo.rollback():
-            error.add_note(f"while undoing: {failure!r}")
-        raise
+        return _make(communicator, backend, heap_bytes, timeout_s, on_peer_failure)
     finally:
         close_comm(communicator)
-    _open = world
-    return world
 
 
 def current_world() -> World | None:
@@ -91,19 +83,35 @@ def current_world() -> World | None:
 def _at_exit() -> None:
     """A process that ends with an open world must not leave its device thread running."""
     world = current_world()
-    if world is not None and world.process == os.getpid():  # not in a forked copy
+    if world is None:
+        leave_out_if_damaged()
+    elif world.process == os.getpid():  # not in a forked copy
+        text = f"{world} was left open at exit: close it, or use `with tdx.init() as world:`"
         with contextlib.suppress(TdxError):
-            world._close(meet=False)
+            close(world, meet=False)
+        leave_out_if_damaged()
+        warnings.warn(text, ResourceWarning, stacklevel=2)  # last: it may be made an error
 
 
-def _bring_up(
-    comm: Comm,
-    backend: str | None,
-    heap_bytes: int | None,
-    timeout_s: float,
-    on_peer_failure: str,
-    undo: Undo,
-) -> World:
+def _make(comm: Comm, *settings: Any, device: int | None = None) -> World:
+    """The world of the ranks of `comm`, with the settings of `init` from `backend` on.
+
+    device: number of this rank's device; None: as its place on the host says.
+    """
+    global _open
+    undo = Undo()
+    try:
+        world = _bring_up(comm, settings, undo, device)
+    except BaseException as error:
+        for failure in undo.rollback():
+            error.add_note(f"while undoing: {failure!r}")
+        raise
+    _open = world
+    return world
+
+
+def _bring_up(comm: Comm, given: tuple[Any, ...], undo: Undo, device: int | None) -> World:
+    backend, heap_bytes, timeout_s, on_peer_failure = given
     topology = discover(comm)
     chosen = _together(
         comm, "tdx.init", lambda: _checked(backend, heap_bytes, timeout_s, on_peer_failure)
@@ -113,16 +121,21 @@ def _bring_up(
     )
     _agree(comm, settings)
     backends.announce(backend, chosen, topology.rank)
-    driver = _together(comm, "opening the device", lambda: backends.open_driver(chosen, topology))
+    number = topology.local_rank if device is None else device
+    driver = _together(
+        comm,
+        "opening the device",
+        lambda: backends.open_driver(chosen, number, topology.local_size),
+    )
     undo.add(driver.close)
     _check_devices(comm, driver.info)
     memory = min(int(m) for m in comm.allgather(str(driver.info.memory_bytes).encode()))
 
     def build() -> World:
         # connecting and the first message need a deadline even when waits have none
-        mesh = Mesh.connect(comm, timeout_s or 30.0)
-        undo.add(mesh.close)
-        channel = HostChannel(mesh, timeout_s)
+        limit = timeout_s or 30.0
+        mesh = comm.connect(limit) if isinstance(comm, Survivors) else Mesh.connect(comm, limit)
+        channel = HostChannel(mesh, timeout_s)  # the mesh's owner now
         undo.add(channel.close)
         driver.set_timeout(timeout_s)
         driver.install()
@@ -134,7 +147,9 @@ def _bring_up(
 
     world = _all_or_none(comm, build, undo)
     world.faults.abort = on_peer_failure == "abort"
-    world.own(undo)
+    # a process keeps its device: it may hold other libraries' arrays, and the old world's
+    index = driver.info.index
+    world.own(undo, lambda survivors: _make(survivors, chosen, *given[1:], device=index))
     return world
 
 
@@ -194,9 +209,9 @@ def _all_or_none(comm: Comm, build: Callable[[], World], undo: Undo) -> World:
         error = caught
         for failure in undo.rollback():
             error.add_note(f"while undoing: {failure!r}")
-    outcomes = dict(enumerate(comm.allgather(pack_error(error))))
-    follows = (PeerLost.__name__, PeerTimeout.__name__, CollectiveMismatch.__name__)
-    causes = {r: o for r, o in outcomes.items() if o.decode().partition(":")[0] not in follows}
+    conclude = comm.conclude if isinstance(comm, Survivors) else comm.allgather
+    outcomes = dict(enumerate(conclude(pack_error(error))))
+    causes = {rank: outcome for rank, outcome in outcomes.items() if not is_consequence(outcome)}
     if any(causes.values()):
         if error is not None and causes.get(comm.Get_rank()):
             raise error

@@ -7,7 +7,16 @@ from collections.abc import Collection, Mapping
 from tdx.runtime import errors
 from tdx.runtime.errors import CollectiveMismatch, TdxError
 
-__all__ = ["describe_ranks", "pack_error", "raise_for_peers", "require_same_calls"]
+__all__ = [
+    "describe_ranks",
+    "is_consequence",
+    "pack_error",
+    "raise_for_peers",
+    "require_same_calls",
+]
+
+# Where ranks wait for each other, a failure of one is one of these on the others.
+_CONSEQUENCES = ("PeerLost", "PeerTimeout", "CollectiveMismatch")
 
 
 def pack_error(error: BaseException | None) -> bytes:
@@ -25,6 +34,11 @@ def _known_to_all(error: BaseException) -> BaseException:
     """Mark an error of which the peers know, so that no refusal is posted for it as well."""
     error.posted = True  # type: ignore[attr-defined]
     return error
+
+
+def is_consequence(outcome: bytes) -> bool:
+    """Whether a failure, from `pack_error`, may only follow from that of another rank."""
+    return outcome.decode("utf-8", "replace").partition(":")[0] in _CONSEQUENCES
 
 
 def raise_for_peers(outcomes: Mapping[int, bytes], what: str) -> None:

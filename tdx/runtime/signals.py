@@ -6,13 +6,15 @@ in symmetric memory with epochs kept on the device. Layouts: tdx/abi.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tdx import abi
 from tdx.runtime.block import SymmetricBlock
+from tdx.runtime.board import CallBoard, Entry
 from tdx.runtime.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from tdx.runtime.faults import Pointer
     from tdx.runtime.world import Group, World
 
-__all__ = ["Channel", "Handle", "Site", "Sites", "check_blocks", "make_channel"]
+__all__ = ["Channel", "Handle", "Site", "Sites", "Usage", "check_blocks", "make_channel"]
 
 _MAX_BLOCKS = 1 << 16
 
@@ -42,14 +44,50 @@ class Channel(NamedTuple):
     packed: int
 
 
+class Usage(Entry):
+    """How often an operation was called, replays of graphs included, and where the last time."""
+
+    __slots__ = ("code", "line")
+
+    def __init__(self, board: CallBoard | None = None, key: int = 0, text: str = ""):
+        super().__init__(board, key, text)
+        self.code: CodeType | None = None
+        self.line = 0
+
+    @property
+    def location(self) -> str:
+        """ "file:line", or nothing."""
+        return f"{self.code.co_filename}:{self.line}" if self.code else ""
+
+    def call_of(self, expected: int) -> int:
+        """The call that waits for `expected`, 32 bits: signals of plans count their calls.
+
+        The host may have queued later ones since.
+        """
+        behind = (self.calls - expected) & 0xFFFFFFFF
+        return self.calls - behind if behind < self.calls else self.calls
+
+
 @dataclass
 class Site:
-    """To whom a piece of symmetric memory belongs, for messages."""
+    """To whom a piece of symmetric memory belongs, for messages.
+
+    Attributes
+    ----------
+    operation, signal : str
+    usage : Usage
+        Of the operation; its calls are 0 where nobody counts.
+    words_per_rank : int
+        Where the words belong to the ranks of a group in turn: how many to each; else 0.
+    steps : int
+        By how much a call raises the words.
+    """
 
     operation: str
     signal: str
-    calls: int = 0
-    location: str = ""
+    usage: Usage = field(default_factory=Usage)
+    words_per_rank: int = 0
+    steps: int = 1
 
 
 class Sites:
@@ -66,13 +104,12 @@ class Sites:
         if self._sites.get(offset, (0, None))[1] is site:
             del self._sites[offset]
 
-    def find(self, offset: int) -> Site:
-        """The site of the block that holds byte `offset`, with the word's index in its name."""
+    def find(self, offset: int) -> tuple[Site, int]:
+        """The site of the block that holds byte `offset`, and the index of the word there."""
         for start, (nbytes, site) in list(self._sites.items()):
             if start <= offset < start + nbytes:
-                word = f"{site.signal}[{(offset - start) // 4}]"
-                return Site(site.operation, word, site.calls, site.location)
-        return Site("kernel", f"heap offset {offset:#x}")
+                return site, (offset - start) // 4
+        return Site("kernel", "word of the heap"), offset // 4
 
 
 def check_blocks(blocks: int) -> None:

@@ -11,7 +11,7 @@ from tdx.runtime.errors import Closed, InvalidArgument
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
 
-__all__ = ["Event", "Stream", "stream_handle"]
+__all__ = ["Event", "Stream", "Streams", "order", "stream_handle"]
 
 
 class Event:
@@ -86,6 +86,34 @@ class Stream:
     def _check(self) -> None:
         if not self._open:
             raise Closed("the stream was closed with its world")
+
+
+class Streams:
+    """All streams of a world: they end with it, because arrays remember where they were used."""
+
+    def __init__(self, driver: Driver, check: Callable[[], None]):
+        self._driver = driver
+        self._check = check
+        self._all: list[Stream] = []
+        self._idle: dict[int, list[Stream]] = {}  # priority -> lent before, and given back
+
+    def new(self, priority: int) -> Stream:
+        """A stream of its own."""
+        stream = Stream(self._driver, priority, self._check)
+        self._all.append(stream)
+        return stream
+
+    def lend(self, borrower: object, priority: int) -> Stream:
+        """A stream for as long as `borrower` lives; then another borrower may have it."""
+        idle = self._idle.setdefault(priority, [])
+        stream = idle.pop() if idle else self.new(priority)
+        weakref.finalize(borrower, idle.append, stream).atexit = False
+        return stream
+
+    def close(self) -> None:
+        """Destroy all of them."""
+        for stream in self._all:
+            stream.close()
 
 
 def order(driver: Driver, before: int, after: int) -> None:

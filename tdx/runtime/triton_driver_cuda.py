@@ -1,4 +1,4 @@
-"""Stock Triton on our GPU and stream, without PyTorch: the driver shim and cached launches.
+"""Stock Triton on our GPU and stream, without PyTorch: the driver shim, and compiling ahead.
 
 With triton_driver.py the only place that touches Triton's semi-private hooks. Serves Triton 3.6
 to 3.9. `install` makes the shim Triton's active driver; `restore` puts back what was there.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -17,13 +18,13 @@ from triton.backends.nvidia.driver import CudaDriver as StockDriver
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime import _allocation
 
-from tdx.runtime.errors import DriverError
+from tdx.runtime.errors import DriverError, TdxError, Unsupported
 from tdx.runtime.triton_driver import install_device_library, remove_device_library
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.cuda import CudaDriver
 
-__all__ = ["Launches", "Shim", "install"]
+__all__ = ["Compiled", "Shim", "compile_kernel", "install"]
 
 _CACHE_BYTES = 256 << 20  # what do_bench overwrites to empty the L2 cache
 
@@ -124,26 +125,28 @@ class Shim:
             shim = _TritonDriver(driver)
         active.set_active(shim)
         install_device_library()
-        self._scratch: dict[int, tuple[int, int]] = {}  # stream -> (address, bytes)
+        self._scratch: dict[int, list[tuple[int, int]]] = {}  # stream -> (address, bytes), growing
         self._allocator = _allocation._allocator.get()
         triton.set_allocator(self._allocate)
 
     def _allocate(self, nbytes: int, alignment: int, stream: int | None) -> int:
-        """Scratch memory for descriptors a kernel makes; one piece a stream, kept."""
+        """Scratch memory for descriptors a kernel makes; one piece a stream.
+
+        Outgrown pieces are kept as well: a recorded graph may use them in each replay.
+        """
         stream = stream or 0
-        address, size = self._scratch.get(stream, (0, 0))
+        pieces = self._scratch.setdefault(stream, [])
+        size = pieces[-1][1] if pieces else 0
         if size < nbytes:
-            if address:
-                self._driver.free(address, stream)
-            size = max(nbytes, 1 << 20)
-            address = self._driver.alloc(size, stream)
-            self._scratch[stream] = (address, size)
-        return address
+            size = max(nbytes, 2 * size, 1 << 20)
+            pieces.append((self._driver.alloc(size, stream), size))
+        return pieces[-1][0]
 
     def restore(self) -> None:
         """Undo `install`."""
-        for stream, (address, _) in self._scratch.items():
-            self._driver.free(address, stream)
+        for stream, pieces in self._scratch.items():
+            for address, _ in pieces:
+                self._driver.free(address, stream)
         self._scratch.clear()
         remove_device_library()
         triton.set_allocator(self._allocator)
@@ -174,55 +177,59 @@ def _torch_hidden() -> Iterator[None]:
             del sys.modules["torch"]
 
 
-class Launches:
-    """Compiled kernels by what they were specialised on, launched without Triton's binder.
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel that Triton compiled, loaded into the GPU.
 
-    The binder costs several times the launch itself. Pointers go in as addresses, which also
-    spares the launcher a driver call each; what the binder would look at again is in the key.
+    Attributes
+    ----------
+    function : int
+        The driver's handle.
+    threads, shared_bytes : int
+        Of a block; shared memory beyond what its code declares.
+    kinds : tuple
+        Triton's types of the parameters in order, "constexpr" for those that were compiled in,
+        and tuples of types for tuples.
+    name : str
     """
 
-    def __init__(self) -> None:
-        self._compiled: dict[Any, Any] = {}
-
-    def launch(
-        self, kernel: Any, grid: int, stream: int, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        """Run `kernel` of `grid` blocks; the current stream must be `stream`."""
-        values = [_plain(a) for a in args]
-        kinds = tuple(_kind(a, v) for a, v in zip(args, values, strict=True))
-        key = (kernel, kinds, *named.items())
-        found = self._compiled.get(key)
-        if found is None:
-            compiled = kernel[(grid,)](*args, **named)
-            names = kernel.arg_names[len(args) :]
-            constants = tuple(named[n] if n in named else _default(kernel, n) for n in names)
-            self._compiled[key] = (
-                compiled.run, compiled.function, compiled.packed_metadata, constants,
-            )  # fmt: skip
-            return
-        run, function, metadata, constants = found
-        run(grid, 1, 1, stream, function, metadata, None, None, None, *values, *constants)
+    function: int
+    threads: int
+    shared_bytes: int
+    kinds: tuple[Any, ...]
+    name: str
 
 
-def _default(kernel: Any, name: str) -> Any:
-    return next(p.default for p in kernel.params if p.name == name)
+_loaded: dict[tuple[int, str], int] = {}  # by GPU and hash; they stay, as in Triton itself
 
 
-def _plain(value: Any) -> Any:
-    pointer = getattr(value, "data_ptr", None)
-    if pointer is not None:
-        return pointer()
-    if type(value) is tuple or hasattr(value, "_fields"):
-        return tuple(_plain(item) for item in value)
-    return value
+def compile_kernel(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> Compiled:
+    """Compile and load `kernel` for arguments like these; nothing is launched.
 
-
-def _kind(value: Any, plain: Any) -> Any:
-    """What Triton specialises an argument on: pointers by type and alignment, ints by width."""
-    if hasattr(value, "data_ptr"):
-        return value.dtype, plain % 16 == 0
-    if isinstance(value, tuple):
-        return tuple(_kind(v, p) for v, p in zip(value, plain, strict=True))
-    if isinstance(value, int):
-        return -(2**31) <= value < 2**31
-    return value
+    Raises DriverError for whatever goes wrong in Triton.
+    """
+    try:
+        compiled = kernel.run(*args, grid=(1,), warmup=True, **named)
+        metadata = compiled.metadata
+        if metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise Unsupported(f"{compiled.name}: kernels with clusters or scratch memory")
+        warps, _, shared = compiled.packed_metadata
+        active = triton.runtime.driver.active
+        device = active.get_current_device()  # a later world of the process may have another one
+        function = _loaded.get((device, compiled.hash))
+        if function is None:
+            # not compiled.run: that also builds a launcher in C, which we do not use
+            _, function, *_ = active.utils.load_binary(
+                compiled.name, compiled.kernel, shared, device
+            )
+            _loaded[device, compiled.hash] = function
+    except TdxError:
+        raise
+    except Exception as error:
+        raise DriverError(
+            f"kernel {kernel.__name__} could not be compiled or loaded "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return Compiled(
+        int(function), 32 * warps, shared, tuple(compiled.src.signature.values()), compiled.name
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import math
 import os
 import secrets
 import shutil
@@ -12,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from tdx.runtime.errors import PeerTimeout
+from tdx.runtime.errors import InvalidArgument, PeerTimeout
 from tdx.runtime.outcomes import describe_ranks
 from tdx.runtime.undo import Undo
 
@@ -118,3 +119,10 @@ def _private_directory() -> str:
             with contextlib.suppress(OSError):
                 return tempfile.mkdtemp(prefix="tdx-", dir=base)
     raise OSError("no directory for temporary files can be written, or their paths are too long")
+
+
+def check_timeout(timeout_s: float) -> float:
+    """`timeout_s` as a float; InvalidArgument unless it is a number of seconds >= 0."""
+    if not 0 <= timeout_s < math.inf:
+        raise InvalidArgument(f"timeout_s={timeout_s}: give seconds, at least 0 (0: no deadline)")
+    return float(timeout_s)

@@ -107,6 +107,16 @@ class Window:
             undo.forget(driver.mem_unmap)
             self._mappings += [(self.address(peer, offset), nbytes) for peer in ranks]
 
+    def unmap_peers(self) -> None:
+        """Keep this rank's own memory only."""
+        kept = []
+        for address, nbytes in self._mappings:
+            if self.address(self.rank) <= address < self.address(self.rank + 1):
+                kept.append((address, nbytes))
+            else:
+                self.driver.mem_unmap(address, nbytes)
+        self._mappings = kept
+
     def close(self) -> None:
         """Unmap everything. Arrays and their views must not be used afterwards."""
         if not self.base:
@@ -146,13 +156,15 @@ class Region:
         self._mapped = first_bytes
         self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes)
         self._last: dict[int, list[int]] = {}  # dropped block -> stream of its last use
+        self.waits_first = False  # for queued work, before it grows
         # what to try first: releases plans that nobody refers to any more
         self.before_reclaim: Callable[[], object] = lambda: None
 
     def allocate(self, nbytes: int, label: str) -> int:
         """Offset (from the rank's heap start) of a new block; HeapExhausted on every rank."""
         offset, why = self._place(nbytes), ""
-        for make_room in (self._reclaim_idle, self._grow, self._reclaim_all):
+        steps = (self._reclaim_idle, self._grow, self._reclaim_all)
+        for make_room in (self._reclaim_all, self._grow) if self.waits_first else steps:
             if isinstance(offset, HeapFull):
                 why += make_room(offset, label)
                 offset = self._place(nbytes)
@@ -254,6 +266,8 @@ class RuntimeRegions:
             region = Region(
                 self._window, "runtime", start, _FIRST_RUNTIME_BYTES, limit, group.ranks
             )
+            # who makes a plan or a channel waits for the device anyway
+            region.waits_first = True
             region.before_reclaim = functools.partial(self._before_reclaim, group.index)
             self._regions[group.index] = region
         return region

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,15 @@ import numpy as np
 from tdx import abi
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.array import Array, check_shape
-from tdx.runtime.block import Block, Exports, LocalBlock, SymmetricBlock
+from tdx.runtime.block import Exports, LocalBlock, SymmetricBlock
+from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError, Unsupported
 from tdx.runtime.faults import Faults
 from tdx.runtime.group import Group, Team, check_rank, make_handle
-from tdx.runtime.signals import Channel, Site, Sites, check_blocks, make_channel
-from tdx.runtime.stream import Stream, stream_handle
+from tdx.runtime.recovery import recover
+from tdx.runtime.signals import Channel, Site, Sites, Usage, check_blocks, make_channel
+from tdx.runtime.stream import Stream, Streams, stream_handle
 from tdx.runtime.undo import Undo
 from tdx.runtime.window import Region, RuntimeRegions, Window
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
     from tdx.runtime.graph import Graph
     from tdx.runtime.host_channel import HostChannel
+    from tdx.runtime.recovery import Survivors
     from tdx.runtime.topology import Topology
 
 __all__ = ["World"]
@@ -77,14 +80,16 @@ class World(Group):
         self.device = driver.info
         self.backend = driver.info.backend
         self.closed = False
+        self.recovered = False  # closed by recover(), so that arrays can still be read
         self.recording: Graph | None = None
         self.plans: dict[Any, Any] = {}  # one-line functions keep their plans here
         self.process = os.getpid()
-        self._exports = Exports()
+        self.exports = Exports()
         self._sites = Sites()
         self._teams: dict[int, tuple[int, ...]] = {0: self.ranks}
+        self._plans_made: dict[int, int] = {}  # group -> how many
         self._allocations = 0
-        self._streams: list[Stream] = []
+        self.streams = Streams(driver, self.check)
 
         self.window = Window(driver, channel, self.rank, self.size)
         undo.add(self.window.close)
@@ -125,17 +130,20 @@ class World(Group):
         self.check()
         kind = dtypes.resolve(dtype)
         extents = check_shape(shape)
-        nbytes = int(np.prod(extents, dtype=object)) * kind.itemsize
-        self._allocations += symmetric
-        label = name or f"array{self._allocations if symmetric else ''}"
-        block: Block
-        if symmetric:
-            block = self._symmetric(self.user_region, nbytes, label, Site("kernel", label))
-        else:
-            handle = self.driver.current_stream()
-            block = LocalBlock(self.driver, self._exports, nbytes, label, handle)
+        if not symmetric:
+            return self.local(extents, kind, name or "array")
+        nbytes = math.prod(extents) * kind.itemsize
+        self._allocations += 1
+        label = name or f"array{self._allocations}"
+        block = self._symmetric(self.user_region, nbytes, label, Site("kernel", label))
         strides = dlpack.row_major(extents, kind.itemsize)
         return Array(self, block, block.address, extents, strides, kind)
+
+    def local(self, shape: tuple[int, ...], dtype: np.dtype, name: str) -> Array:
+        """`empty` in local memory, of a shape and dtype that have been checked."""
+        size, stream = dtype.itemsize, self.driver.current_stream()
+        block = LocalBlock(self.driver, self.exports, math.prod(shape) * size, name, stream)
+        return Array(self, block, block.address, shape, dlpack.row_major(shape, size), dtype)
 
     def zeros(
         self, shape: Any, dtype: Any, symmetric: bool = True, name: str | None = None
@@ -165,7 +173,7 @@ class World(Group):
         self, group: Group, shape: tuple[int, ...], dtype: np.dtype, site: Site
     ) -> Array:
         """A zeroed array, symmetric in the group, outside the user's heap."""
-        nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         label = f"{site.operation} {site.signal}"
         block = self._symmetric(self.runtime_regions.of(group), nbytes, label, site)
         strides = dlpack.row_major(shape, dtype.itemsize)
@@ -173,8 +181,14 @@ class World(Group):
         self._fill_zero(array)
         return array
 
+    def usage_of_plan(self, group: Group, call: str) -> Usage:
+        """What counts the calls of a new plan, in sight of the peers."""
+        number = self._plans_made[group.index] = self._plans_made.get(group.index, 0) + 1
+        page = self.channels.page
+        return Usage(page.board if page else None, 1 << 63 | group.index << 32 | number, call)
+
     def _symmetric(self, region: Region, nbytes: int, label: str, site: Site) -> SymmetricBlock:
-        block = SymmetricBlock(self.driver, self._exports, region, nbytes, label)
+        block = SymmetricBlock(self.driver, self.exports, region, nbytes, label)
         self._sites.add(block.offset, nbytes, site)
         weakref.finalize(block, self._sites.remove, block.offset, site).atexit = False
         return block
@@ -254,17 +268,15 @@ class World(Group):
         self.synchronize()
         self.channels.barrier(what, members=(group or self).ranks)
 
-    def signal_site(self, address: int) -> Site:
-        """To whom the signal at an address of the window belongs."""
+    def signal_site(self, address: int) -> tuple[Site, int]:
+        """To whom the signal at an address of the window belongs, and which of its words it is."""
         place = self.window.rank_of(address)
         return self._sites.find(place[1] if place else -1)
 
     def new_stream(self, priority: int = 0) -> Stream:
         """A stream of this world's device; a lower number is a higher priority."""
         self._check_open()
-        stream = Stream(self.driver, priority, self.check)
-        self._streams.append(stream)
-        return stream
+        return self.streams.new(priority)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -315,12 +327,30 @@ class World(Group):
             raise
 
     def _check_open(self) -> None:
+        if self.recovered:
+            raise Closed(
+                "this world was given up by world.recover(): use the new one, with arrays, plans "
+                "and graphs of its own"
+            )
         if self.closed:
             raise Closed("the world is closed; call tdx.init() for a new one")
 
     def recover(self) -> World:
-        """A new world of the ranks that are left. Not offered yet: Unsupported."""
-        raise Unsupported("world.recover is not there yet; close the world and start the job again")
+        """A new world of the ranks that are there, after PeerLost or PeerTimeout, or without.
+
+        Collective. Ranks keep their order and device, and are numbered anew; memory, epochs and
+        channels are fresh. This rank's pending work ends first, at its deadline at the latest.
+        Ranks that are gone, or silent for `timeout_s` seconds, are left out; all others end in
+        the same new world, or raise. A rank that is lost meanwhile costs another round.
+
+        The old world is closed, whatever the outcome; `x.numpy()` of an array of it still gives
+        what this rank's memory held last. That memory is returned with the last such array.
+
+        Raises PeerLost (attribute ranks: the others) where this rank came too late and was left
+        out, Closed, and what `tdx.init` raises.
+        """
+        self._check_open()
+        return recover(self, self._bring_up)
 
     # ---- the end
     def close(self) -> None:
@@ -330,52 +360,12 @@ class World(Group):
         consumer of an export still holds stays mapped until it is dropped, and ResourceWarning
         says so. Repeated calls do nothing.
         """
-        self._close(meet=True)
+        close(self, meet=True)
 
-    def _close(self, meet: bool) -> None:
-        if self.closed:
-            return
-        known = self.faults.raised  # the caller has seen it: closing is what is left to do
-        failure: BaseException | None = None
-        try:
-            if meet:
-                self.synchronize()
-                self.channels.barrier("close")
-        except TdxError as error:
-            failure = error
-        if failure is not None or not meet:
-            self.faults.halt()
-            self.driver.abandon()
-        self.closed = self._exports.closed = True
-        self.plans.clear()
-        failures = self._release()
-        if failure is None and failures:
-            failure = failures[0]
-        if failure is not None and failure is not known:
-            raise failure
-
-    def _release(self) -> list[BaseException]:
-        """Give everything back, whatever fails."""
-        undo = self._teardown
-        if len(self._exports):
-            warnings.warn(
-                f"tdx world closed while {len(self._exports)} exported array(s) are still held; "
-                "their memory stays mapped until they are dropped",
-                ResourceWarning,
-                stacklevel=4,
-            )
-            undo.forget(self.window.close)
-            self._exports.on_last = self.window.close
-        undo.add(self._close_streams)
-        return undo.rollback()
-
-    def _close_streams(self) -> None:
-        for stream in self._streams:
-            stream.close()
-
-    def own(self, teardown: Undo) -> None:
-        """Take over how to undo what init did; `close` runs it."""
-        self._teardown = teardown
+    def own(self, teardown: Undo, bring_up: Callable[[Survivors], World]) -> None:
+        """Take over how to undo what init did, which `close` runs, and how to do it again."""
+        self.teardown = teardown
+        self._bring_up = bring_up
 
     def __enter__(self) -> World:
         return self
@@ -391,7 +381,7 @@ class World(Group):
             return
         # peers may never come: do not wait for them, and let the error through
         with contextlib.suppress(TdxError):
-            self._close(meet=False)
+            close(self, meet=False)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""

@@ -6,8 +6,12 @@ Addresses, stream, event and graph handles are plain ints. A verb that fails rai
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["DeviceInfo", "Driver"]
 
@@ -120,6 +124,9 @@ class Driver(Protocol):
     def copy_out(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Device to host memory in stream order; returns when `dst` holds the data."""
 
+    def read(self, dst: int, src: int, nbytes: int) -> None:
+        """Device to host memory when no work is queued any more; also after `close`."""
+
     def copy_2d(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
     ) -> None:
@@ -187,10 +194,16 @@ class Driver(Protocol):
     def launch_stream(self) -> int:
         """Where a plain `kernel[grid](...)` of this thread goes."""
 
-    def launch(
-        self, kernel: Any, grid: int, stream: int, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        """Run one of tdx's own kernels with `grid` blocks on the stream."""
+    def bind(
+        self, kernel: Any, grid: int, pointers: Sequence[np.dtype], args: Sequence[Any],
+        named: dict[str, Any],
+    ) -> Callable[..., None]:  # fmt: skip
+        """One of tdx's own kernels with `grid` blocks, compiled and loaded where there is a GPU.
+
+        `pointers` are the element types of its leading parameters, `args` all other run-time
+        ones, `named` constexprs and options. Returns `run(stream, *operands)` with an operand
+        (`address`, `owner`) for each leading parameter. One thread at a time may run it.
+        """
 
     def resident_blocks(self) -> int:
         """Most blocks of a kernel that may wait for each other."""

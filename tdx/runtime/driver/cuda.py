@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tdx.runtime.driver.cuda_device import call, cu
+from tdx.runtime import triton_driver_cuda
+from tdx.runtime.driver.cuda_device import NO_CONTEXT, call, cu
+from tdx.runtime.driver.cuda_kernel import BoundKernel
 from tdx.runtime.driver.cuda_memory import CudaMemory
 from tdx.runtime.errors import InvalidArgument, TdxError
 
@@ -60,6 +63,7 @@ class CudaDriver(CudaMemory):
         attempt(self._staging.close)
         for event in list(self._events):
             attempt(self.event_destroy, event)
+        attempt(self._free_spare)
         for stream in list(self._streams):
             attempt(self.stream_destroy, stream)
         attempt(self._return_late, True)
@@ -100,6 +104,7 @@ class CudaDriver(CudaMemory):
     def stream_destroy(self, stream: int) -> None:
         if stream in self._streams and not self._forked():
             self._streams.discard(stream)
+            self._free_spare(stream)
             self._call("destroying a stream", cu.cuStreamDestroy, stream)
 
     def stream_synchronize(self, stream: int) -> None:
@@ -138,10 +143,13 @@ class CudaDriver(CudaMemory):
         return float(self._call("measuring between events", cu.cuEventElapsedTime, start, end))
 
     def _ready(self, what: str, verb: Any, handle: int) -> bool:
-        if int(verb(handle)[0]) == _NOT_READY:
-            return False
-        self._call(what, verb, handle)
-        return True
+        code = int(verb(handle)[0])
+        if code in NO_CONTEXT:
+            self.bind_thread()
+            code = int(verb(handle)[0])
+        if code not in (0, _NOT_READY):
+            self.again(what, code, verb, handle)
+        return code != _NOT_READY
 
     # ---- graphs
     def capture_begin(self, stream: int) -> None:
@@ -184,10 +192,7 @@ class CudaDriver(CudaMemory):
 
     # ---- kernels
     def install(self) -> None:
-        from tdx.runtime import triton_driver_cuda
-
         self._shim = triton_driver_cuda.install(self)
-        self._launches = triton_driver_cuda.Launches()
 
     def uninstall(self) -> None:
         if self._shim is not None:
@@ -215,22 +220,17 @@ class CudaDriver(CudaMemory):
         PyTorch's stream unless the caller chose one with `world.on` or is recording a graph.
         """
         stream = self.current_stream()
-        plain = stream == self._default_stream and not getattr(self._current, "own", False)
+        plain = stream == self._default_stream
         torch = sys.modules.get("torch") if plain else None
-        if torch is not None and torch.cuda.is_initialized() and not self.capturing(stream):
+        if torch is not None and self._recording != stream and torch.cuda.is_initialized():
             return int(torch._C._cuda_getCurrentRawStream(self.info.index))
         return stream
 
-    def launch(
-        self, kernel: Any, grid: int, stream: int, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        """Run one of our own kernels on `stream`, through the cache of compiled kernels."""
-        outer = self.current_stream()
-        self._current.stream, self._current.own = stream, True
-        try:
-            self._launches.launch(kernel, grid, stream, args, named)
-        finally:
-            self._current.stream, self._current.own = outer, False
+    def bind(
+        self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]
+    ) -> Callable[..., None]:
+        self.bind_thread()
+        return BoundKernel(self, kernel, grid, pointers, args, named)
 
     def resident_blocks(self) -> int:
         return self.info.multiprocessors

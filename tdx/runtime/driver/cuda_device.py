@@ -26,11 +26,11 @@ except ImportError as error:
         '"tdx-kernels[cuda12]"; or use backend="host"'
     ) from error
 
-__all__ = ["CudaDevice", "call", "cu"]
+__all__ = ["NO_CONTEXT", "CudaDevice", "call", "cu", "probe"]
 
 _Attribute = cu.CUdevice_attribute
 _OUT_OF_MEMORY = 2
-_NO_CONTEXT = (201, 709)  # none is current in the thread, or one that was destroyed
+NO_CONTEXT = (201, 709)  # none is current in the thread, or one that was destroyed
 _INSTALL = (
     "install the NVIDIA driver, or pass it into the container (docker run --gpus all); or use "
     'backend="host"'
@@ -102,7 +102,7 @@ class CudaDevice:
         count = _start()
         index = local_rank % count
         self._device = call(f"opening GPU {index}", cu.cuDeviceGet, index)
-        self.info = self._describe(index)
+        self.info = _describe(index, self._device)
         self._require(index)
         if local_size <= count:
             self._require_peers(index, local_size)
@@ -137,39 +137,20 @@ class CudaDevice:
             result = verb(*args)
         except RuntimeError as error:
             raise DriverError(f"{what}: {error}: {_OLDER}") from error
-        code = int(result[0])
-        if not code:
-            return _value(result)
-        if code not in _NO_CONTEXT:
-            raise _failure(what, result[0])
+        if int(result[0]):
+            return self.again(what, result[0], verb, *args)
+        return _value(result)
+
+    def again(self, what: str, code: Any, verb: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+        """After a call that failed with `code`: once more if the thread had no context."""
+        if int(code) not in NO_CONTEXT:
+            raise _failure(what, code)
         self.bind_thread()
         return call(what, verb, *args)
 
     def _forked(self) -> bool:
         """Whether this is a forked copy of the process, which cannot use the GPU."""
         return os.getpid() != self._process
-
-    def _attribute(self, which: Any) -> int:
-        return int(call("asking the GPU", cu.cuDeviceGetAttribute, which, self._device))
-
-    def _describe(self, index: int) -> DeviceInfo:
-        major = self._attribute(_Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
-        minor = self._attribute(_Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-        name = call("asking the GPU's name", cu.cuDeviceGetName, 128, self._device)
-        # the second version, the only one from CUDA 13 on, tells parts of a divided GPU apart
-        identify = getattr(cu, "cuDeviceGetUuid_v2", None) or cu.cuDeviceGetUuid
-        uuid = call("asking the GPU's identity", identify, self._device)
-        memory = call("asking the GPU's memory", cu.cuDeviceTotalMem, self._device)
-        return DeviceInfo(
-            backend="cuda",
-            index=index,
-            name=name.split(b"\0")[0].decode(),
-            arch=f"sm_{major}{minor}",
-            multiprocessors=self._attribute(_Attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
-            memory_bytes=int(memory),
-            dlpack_type=2,
-            identity=bytes(uuid.bytes).hex(),
-        )
 
     def _require(self, index: int) -> None:
         for which, what in (
@@ -183,7 +164,7 @@ class CudaDevice:
             ),
             (_Attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED, "memory pools"),
         ):
-            if not self._attribute(which):
+            if not _attribute(self._device, which):
                 raise DriverError(f"GPU {index} ({self.info.name}) has no {what}, which tdx needs")
 
     def _require_peers(self, index: int, local_size: int) -> None:
@@ -198,6 +179,49 @@ class CudaDevice:
                     "needs NVLink or peer access over PCIe; see `nvidia-smi topo -p2p r`, and "
                     "choose GPUs that reach each other with CUDA_VISIBLE_DEVICES"
                 )
+
+
+def probe() -> dict[str, Any]:
+    """The visible GPUs, for `tdx.tools.facts.devices`; opens no context."""
+    numbers = range(_start())
+    devices = [call(f"opening GPU {n}", cu.cuDeviceGet, n) for n in numbers]
+    gpus = []
+    for number, device in enumerate(devices):
+        info = _describe(number, device)
+        reaches = [
+            other
+            for other in numbers
+            if other != number
+            and call("asking for a link", cu.cuDeviceCanAccessPeer, device, devices[other])
+        ]
+        facts = {"name": info.name, "arch": info.arch, "memory_bytes": info.memory_bytes}
+        gpus.append(facts | {"reaches": reaches})
+    version = int(call("asking the driver's version", cu.cuDriverGetVersion))
+    return {"driver": f"CUDA {_release(version)}", "gpus": gpus}
+
+
+def _attribute(device: Any, which: Any) -> int:
+    return int(call("asking the GPU", cu.cuDeviceGetAttribute, which, device))
+
+
+def _describe(index: int, device: Any) -> DeviceInfo:
+    major = _attribute(device, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+    minor = _attribute(device, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+    name = call("asking the GPU's name", cu.cuDeviceGetName, 128, device)
+    # the second version, the only one from CUDA 13 on, tells parts of a divided GPU apart
+    identify = getattr(cu, "cuDeviceGetUuid_v2", None) or cu.cuDeviceGetUuid
+    uuid = call("asking the GPU's identity", identify, device)
+    memory = call("asking the GPU's memory", cu.cuDeviceTotalMem, device)
+    return DeviceInfo(
+        backend="cuda",
+        index=index,
+        name=name.split(b"\0")[0].decode(),
+        arch=f"sm_{major}{minor}",
+        multiprocessors=_attribute(device, _Attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+        memory_bytes=int(memory),
+        dlpack_type=2,
+        identity=bytes(uuid.bytes).hex(),
+    )
 
 
 def _start() -> int:

@@ -16,6 +16,8 @@ __all__ = ["CudaMemory"]
 _FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _DEVICE = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 _PINNED = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+_UNIT = 512  # bytes: sizes are rounded up, so that freed memory fits the next allocation
+_SPARE_BYTES = 64 << 20  # freed memory that is kept at hand
 _KEEP_ALL = 2**63  # bytes a pool keeps for its next allocations
 
 
@@ -40,7 +42,10 @@ class CudaMemory(CudaDevice):
         self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._staging = Staging(self)
         self._reserved: set[int] = set()
-        self._allocated: set[int] = set()
+        self._allocated: dict[int, int] = {}  # address -> bytes
+        # freed memory for the next allocation of its size on its stream, without the driver
+        self._spare: dict[tuple[int, int], list[int]] = {}
+        self._spare_bytes = 0
         # memory that cannot be returned yet, with the stream of its last use
         self._late: deque[tuple[int, int]] = deque()
 
@@ -146,6 +151,13 @@ class CudaMemory(CudaDevice):
 
     # ---- local memory
     def alloc(self, nbytes: int, stream: int) -> int:
+        nbytes = -(-nbytes // _UNIT) * _UNIT
+        spare = self._spare.get((nbytes, stream))
+        if spare:
+            with contextlib.suppress(IndexError):  # another thread may get there first
+                address = spare.pop()
+                self._spare_bytes -= nbytes
+                return address
         recorded = bool(self._recording)  # memory must not become part of a graph that is recorded
         taker = self._side if recorded else stream
         args = (f"allocating {nbytes} bytes", cu.cuMemAllocFromPoolAsync, nbytes, self._pool, taker)
@@ -154,7 +166,7 @@ class CudaMemory(CudaDevice):
         except HeapExhausted:
             self._make_room()
             address = int(self._call(*args))
-        self._allocated.add(address)
+        self._allocated[address] = nbytes
         if recorded:
             self._call("waiting for memory", cu.cuStreamSynchronize, self._side)
         return address
@@ -173,11 +185,27 @@ class CudaMemory(CudaDevice):
     def _try_free(self, address: int, stream: int, idle: bool) -> bool:
         """Give memory back if it can be now; `idle`: no stream of the device has work."""
         ours = stream in self._streams
-        if self._recording or not (ours or idle) or (ours and self.capturing(stream)):
+        if self._recording or not (ours or idle):
+            return False
+        nbytes = self._allocated[address]
+        if ours and not idle and self._spare_bytes + nbytes <= _SPARE_BYTES:
+            self._spare_bytes += nbytes
+            self._spare.setdefault((nbytes, stream), []).append(address)
+            return True
+        if ours and self.capturing(stream):
             return False
         self._call("freeing memory", cu.cuMemFreeAsync, address, stream if ours else 0)
-        self._allocated.discard(address)
+        del self._allocated[address]
         return True
+
+    def _free_spare(self, of_stream: int | None = None) -> None:
+        """Give spare memory back to the pool, all or that of one stream."""
+        for nbytes, stream in list(self._spare):
+            if of_stream is None or of_stream == stream:
+                for address in self._spare.pop((nbytes, stream)):
+                    self._spare_bytes -= nbytes
+                    self._call("freeing memory", cu.cuMemFreeAsync, address, stream)
+                    del self._allocated[address]
 
     def _return_late(self, idle: bool) -> None:
         for _ in range(len(self._late)):
@@ -190,6 +218,7 @@ class CudaMemory(CudaDevice):
         """Return to the device all memory that is not in use."""
         if not self._recording:
             self._call("waiting for the GPU", cu.cuCtxSynchronize)
+            self._free_spare()
             self._return_late(idle=True)
             self._call("trimming the memory pool", cu.cuMemPoolTrimTo, self._pool, 0)
 
@@ -229,6 +258,10 @@ class CudaMemory(CudaDevice):
         else:
             self._copy_out(dst, src, nbytes, stream)
         self.stream_synchronize(stream)
+
+    def read(self, dst: int, src: int, nbytes: int) -> None:
+        self._copy_out(dst, src, nbytes, 0)
+        self._call("copying from the GPU", cu.cuStreamSynchronize, 0)
 
     def _copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._call("copying to the GPU", cu.cuMemcpyHtoDAsync, dst, src, nbytes, stream)

@@ -44,6 +44,7 @@ class Staging:
                 pinned, event = pieces[number % 2]
                 if len(travelling) == 2:
                     self._empty(*travelling.pop(0))
+                self._driver.event_synchronize(event)  # a copy_in of another thread may read it
                 copy(pinned, src + at, width, stream)
                 self._driver.event_record(event, stream)
                 travelling.append((dst + at, pinned, width, event))

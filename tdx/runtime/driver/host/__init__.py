@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from tdx.runtime.driver.host.executor import HostExecutor
 from tdx.runtime.driver.host.kernel import KernelRun, PreparedKernel
 from tdx.runtime.driver.host.memory import HostMemory, available_bytes
 from tdx.runtime.errors import HeapExhausted, InvalidArgument
+from tdx.runtime.faults import Pointer
 
 __all__ = ["HostDriver"]
 
@@ -108,6 +110,9 @@ class HostDriver(HostMemory):
         self.device.synchronize_stream(stream)
 
     copy_out = copy_in
+
+    def read(self, dst: int, src: int, nbytes: int) -> None:
+        ctypes.memmove(dst, src, nbytes)
 
     def copy_2d(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
@@ -207,15 +212,20 @@ class HostDriver(HostMemory):
 
     launch_stream = current_stream
 
-    def launch(
-        self, kernel: Any, grid: int, stream: int, args: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        outer = self.current_stream()
-        self.set_current_stream(stream)
-        try:
-            kernel[(grid,)](*args, **named)
-        finally:
-            self.set_current_stream(outer)
+    def bind(
+        self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]
+    ) -> Callable[..., None]:
+        def run(stream: int, *operands: Any) -> None:
+            pairs = zip(operands, pointers, strict=True)
+            given = [Pointer(op.address, dtype, op.owner) for op, dtype in pairs]
+            outer = self.current_stream()
+            self.set_current_stream(stream)
+            try:
+                kernel[(grid,)](*given, *args, **named)
+            finally:
+                self.set_current_stream(outer)
+
+        return run
 
     def resident_blocks(self) -> int:
         return self.info.multiprocessors

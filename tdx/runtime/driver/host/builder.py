@@ -93,7 +93,7 @@ class HostBuilder(interpreter.InterpreterBuilder):
     def ternary_op(
         self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Any
     ) -> TensorHandle:
-        if _narrow(other) and op is not np.where:  # a selection moves bits
+        if op is not np.where and _narrow(other):  # a selection moves bits, of pointers too
             return _handle(op(_wide(lhs), _wide(rhs), _wide(other)), other.dtype.scalar)
         return super().ternary_op(lhs, rhs, other, op)
 

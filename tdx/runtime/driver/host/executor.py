@@ -121,7 +121,7 @@ class HostExecutor:
 
         def give_up() -> None:
             first = int(np.flatnonzero(missing().reshape(-1))[0])
-            seen = int(words.reshape(-1)[first] >> np.uint64(32))
+            seen = int((words.reshape(-1)[first] >> np.uint64(32)).astype(np.uint32).view(np.int32))
             peer = int(np.broadcast_to(peers, addresses.shape).reshape(-1)[first])
             self._fault(control, team, peer, int(addresses.reshape(-1)[first]), flag, seen)
 

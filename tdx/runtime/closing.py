@@ -1,0 +1,94 @@
+"""The end of a world: in an orderly way, without the peers, or for a new one."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+from tdx.runtime.block import Exports
+from tdx.runtime.errors import TdxError
+from tdx.runtime.mpi_end import skip_mpi_finalize, watch_at_exit
+from tdx.runtime.window import Window
+
+if TYPE_CHECKING:
+    from tdx.runtime.host_channel import HostChannel
+    from tdx.runtime.world import World
+
+__all__ = ["close", "give_up"]
+
+
+def close(world: World, meet: bool) -> None:
+    """Close a world; `meet`: after its device and its peers. See `World.close`."""
+    if world.closed:
+        return
+    mismatch = world.channels.mismatch
+    known = world.faults.raised or mismatch  # the caller has seen it: closing is left to do
+    failure: BaseException | None = mismatch
+    try:
+        if meet and mismatch is None:
+            world.synchronize()
+            world.channels.barrier("close")
+    except TdxError as error:
+        failure = error
+    if failure is not None or not meet:
+        world.faults.halt()
+        world.driver.abandon()
+        _note_damage(world.channels)
+    _mark(world, "its world is closed")
+    held = len(world.exports)
+    if held:
+        world.teardown.forget(world.window.close)
+        world.exports.on_last = world.window.close
+    failures = world.teardown.rollback()
+    if held:  # said last: it may be made an error
+        warnings.warn(
+            f"tdx world closed while {held} exported array(s) are still held; "
+            "their memory stays mapped until they are dropped",
+            ResourceWarning,
+            stacklevel=3,
+        )
+    if failure is None and failures:
+        failure = failures[0]
+    if failure is not None and failure is not known:
+        raise failure
+
+
+def give_up(world: World) -> None:
+    """Close all but the host channel and this rank's own memory, which goes with the world."""
+    world.faults.halt()
+    world.driver.abandon()
+    world.recovered = True
+    _mark(world, "its world was given up by world.recover(); x.numpy() of one's own still works")
+    world.teardown.forget(world.window.close)
+    world.teardown.forget(world.channels.close)
+    failures = world.teardown.rollback()
+    weakref.finalize(world, _unmap, world.window, world.exports).atexit = False
+    if not len(world.exports):
+        world.window.unmap_peers()
+    if failures:
+        raise failures[0]
+
+
+def _mark(world: World, why: str) -> None:
+    world.closed, world.recording, world.exports.closed = True, None, why
+    world.plans.clear()
+    world.teardown.add(world.streams.close)
+
+
+def _unmap(window: Window, exports: Exports) -> None:
+    if len(exports):
+        exports.on_last = window.close
+    else:
+        window.close()
+
+
+def _note_damage(channel: HostChannel) -> None:
+    """Remember for the end of the process what became of the peers."""
+    page = channel.page
+    if page is None:
+        return
+    recovered = page.answer(0)  # the members that others went on with
+    if channel.lost() or (recovered and not recovered >> channel.rank & 1):
+        skip_mpi_finalize()
+    watch_at_exit(page.process(rank) for rank in channel.departed())

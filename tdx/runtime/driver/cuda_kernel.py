@@ -1,0 +1,136 @@
+"""Launching tdx's own kernels: arguments are laid out once, a call fills in the addresses.
+
+Triton's own launcher looks at every argument again, which costs several times what the driver
+takes for the launch itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tdx.runtime.driver.cuda_device import call, cu
+from tdx.runtime.errors import DriverError
+from tdx.runtime.faults import Pointer
+from tdx.runtime.triton_driver_cuda import compile_kernel
+
+if TYPE_CHECKING:
+    from tdx.runtime.driver.cuda import CudaDriver
+
+__all__ = ["BoundKernel"]
+
+cuLaunchKernelEx = cu.cuLaunchKernelEx
+_INTEGERS = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64")
+_SCRATCH = 2  # pointers that Triton adds to the parameters: unused scratch memory
+_VECTOR = 16  # bytes: Triton compiles other code for pointers that are not aligned to this
+
+
+class BoundKernel:
+    """A kernel with its grid and arguments; see Driver.bind."""
+
+    def __init__(
+        self, driver: CudaDriver, kernel: Any, grid: int, pointers: Sequence[Any],
+        args: Sequence[Any], named: dict[str, Any],
+    ):  # fmt: skip
+        self._driver = driver
+        self._make = (kernel, grid, pointers, args, named)
+        self._aligned = self._layout((0,) * len(pointers))
+        self._others: dict[tuple[int, ...], _Layout] = {}
+        self._filling = threading.Lock()  # until the driver has taken what was filled in
+
+    def __call__(self, stream: int, *operands: Any) -> None:
+        with self._filling:
+            self._launch(self._fill(stream, operands))
+
+    def _launch(self, layout: _Layout) -> None:
+        code = cuLaunchKernelEx(*layout.launch)[0]
+        if code:
+            self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
+
+    def bare(self, stream: int, *operands: Any) -> Callable[[], Any]:
+        """The driver call alone, repeating one launch: what there is to measure against."""
+        return functools.partial(cuLaunchKernelEx, *self._fill(stream, operands).launch)
+
+    def _fill(self, stream: int, operands: Sequence[Any]) -> _Layout:
+        """The layout for these operands, with their addresses and the stream in it."""
+        layout = self._aligned
+        values = layout.values
+        low = 0
+        for index, op in enumerate(operands):
+            values[index] = address = op.address
+            low |= address
+        if low % _VECTOR:
+            offsets = tuple(1 if op.address % _VECTOR else 0 for op in operands)
+            layout = self._others.get(offsets) or self._layout(offsets)
+            self._others[offsets] = layout
+            for index, op in enumerate(operands):
+                layout.values[index] = op.address
+        if stream != layout.stream:
+            layout.stream = stream
+            layout.config.hStream = cu.CUstream(stream)
+        return layout
+
+    def _layout(self, offsets: tuple[int, ...]) -> _Layout:
+        kernel, grid, pointers, args, named = self._make
+        # any addresses do that are aligned like the real ones
+        leading = [Pointer(at, dtype) for at, dtype in zip(offsets, pointers, strict=True)]
+        return _Layout(kernel, grid, [*leading, *args], named)
+
+
+class _Layout:
+    """The compiled kernel for operands of one alignment, and its parameters in memory."""
+
+    def __init__(self, kernel: Any, grid: int, args: list[Any], named: dict[str, Any]):
+        compiled = compile_kernel(kernel, args, named)
+        self._args = args  # the memory of what is an array among them
+        self._function = cu.CUfunction(compiled.function)
+        kinds = compiled.kinds[: len(args)]  # the rest are constexprs
+        words = [word for pair in zip(kinds, args, strict=True) for word in _words(*pair)]
+        words += [0] * _SCRATCH
+        self._check(compiled.name, len(words))
+        self.values = (ctypes.c_int64 * len(words))(*words)
+        start = ctypes.addressof(self.values)
+        self._table = (ctypes.c_void_p * len(words))(*(start + 8 * i for i in range(len(words))))
+        self.stream = 0
+        self.config = cu.CUlaunchConfig()
+        self.config.gridDimX = grid
+        self.config.gridDimY = self.config.gridDimZ = 1
+        self.config.blockDimX = compiled.threads
+        self.config.blockDimY = self.config.blockDimZ = 1
+        self.config.sharedMemBytes = compiled.shared_bytes
+        self.launch = (self.config, self._function, ctypes.addressof(self._table), 0)
+
+    def _check(self, name: str, count: int) -> None:
+        """The driver knows how many parameters the code has, and finishes loading it."""
+        found = 0
+        with contextlib.suppress(RuntimeError):  # a driver before 12.4 cannot be asked
+            while not int(cu.cuFuncGetParamInfo(self._function, found)[0]):
+                found += 1
+            if found != count:
+                raise DriverError(
+                    f"kernel {name} has {found} parameters where {count} were laid out: this "
+                    "version of Triton passes arguments in another way"
+                )
+            call("loading a kernel", cu.cuFuncLoad, self._function)
+
+
+def _words(kind: Any, value: Any) -> Iterator[int]:
+    """An argument as the 8-byte words in which its parameters are kept, none if compiled in."""
+    if isinstance(kind, tuple):
+        for pair in zip(kind, value, strict=True):
+            yield from _words(*pair)
+    elif kind == "constexpr":
+        return
+    elif kind.startswith("*"):
+        yield value.data_ptr()
+    elif kind in _INTEGERS:
+        yield int(value)
+    elif kind == "fp32":
+        yield struct.unpack("<I", struct.pack("<f", value))[0]
+    else:
+        raise DriverError(f"no layout for kernel arguments of type {kind}")
