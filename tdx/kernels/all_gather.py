@@ -2,24 +2,34 @@
 
 W ranks, S bytes each:
 
-pull      Each rank copies its array into a symmetric slot, all meet block by block, and each
-          copies the slots of all ranks into its result. (W - 1) * S bytes in, one hop and one
-          meeting; two slots used in turn replace a meeting at the end (see all_reduce.py).
-progress  For a consumer kernel that starts before all has arrived. Each rank pushes its array
-          in chunks into every peer's gathered buffer, on a stream of its own, and sets a signal
-          there after each chunk. (W - 1) * S bytes out. A rank that enters a call gives every
-          peer credit to write into its buffer, so nobody waits for all: only pushes to a late
-          rank, and tiles that need its data, are late.
+low_latency  2 * (W - 1) * S bytes out as words of data and flag, one hop and no meeting; see
+             low_latency.py. Arrays of up to 4 MiB, up to 16 ranks.
+push         (W - 1) * S bytes out, straight into results in symmetric memory, else through staging
+             slots of at most 64 MiB; two meetings, and one more for each further round of staging;
+             see pushing.py.
+copy_engine  (W - 1) * S bytes out by copy engines, into the plan's own buffer, between two
+             meetings; with `out` one more copy. Workspace: W * S bytes. See copy_engine.py.
+pull         Each rank copies its array into a symmetric slot, all meet block by block, and each
+             copies the slots of all ranks into its result. (W - 1) * S bytes in, one hop and one
+             meeting; two slots used in turn replace a meeting at the end (see all_reduce.py).
+             Workspace: 2 * S bytes.
+progress     For a consumer kernel that starts before all has arrived. Each rank pushes its array
+             in chunks into every peer's gathered buffer, on a stream of its own, and sets a signal
+             there after each chunk. (W - 1) * S bytes out. A rank that enters a call gives every
+             peer credit to write into its buffer, so nobody waits for all: only pushes to a late
+             rank, and tiles that need its data, are late.
 
 Data moves as bytes, in words as wide as size and addresses allow: any element type.
 
-Ordering: pull: when the operation is complete on a rank's stream, no peer reads its operands.
-progress: `x` may be reused when the call's work on the stream is done (the push reads the own
-part of the gathered buffer); the next call on any rank waits until this one was consumed.
+Ordering: when the operation is complete on a rank's stream, no peer reads its operands or writes
+its result. progress: `x` may be reused when the call's work on the stream is done (the push reads
+the own part of the gathered buffer); the next call on any rank waits until this one was consumed.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,20 +38,24 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.call import Call
+from tdx.kernels.copy_engine import CopyEngine
 from tdx.kernels.copying import copy_share
-from tdx.kernels.operand import Operand, byte_units, elements
-from tdx.kernels.plan import Plan, plain_shape
-from tdx.kernels.select import block_bytes, constants
+from tdx.kernels.low_latency import LowLatency, check_low_latency
+from tdx.kernels.operand import Operand, byte_units, elements, operand
+from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.pushing import ALIGNMENT, Push, aligned, check_overlap
+from tdx.kernels.select import block_bytes, constants, gather_algorithm
+from tdx.language.signal import no_fault
 from tdx.runtime import dtypes
+from tdx.runtime.array import Array
 from tdx.runtime.errors import InvalidArgument
-from tdx.runtime.faults import Pointer
 from tdx.runtime.group import Group
 from tdx.runtime.stream import order
 from tdx.runtime.world import World
 
 __all__ = ["AllGather", "Gathering", "all_gather"]
 
-_SLOT_BYTES = 128  # slots are multiples of this: of any unit of `byte_units`
+ALGORITHMS = ("low_latency", "push", "copy_engine", "pull")
 
 
 @triton.jit(do_not_specialize=["units", "slot_units"])
@@ -56,14 +70,15 @@ def pull_kernel(
     parts = tl.num_programs(0)
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
-    words = units * UNIT
+    words = tl.cast(units, tl.int64) * UNIT
     slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * slot_units * UNIT
-    copy_share(slot, x, words, index, parts, BLOCK)
+    if no_fault(world):
+        copy_share(slot, x, words, index, parts, BLOCK)
     ok = tdl.barrier(channel, world)
     if ok:
         for hop in range(0, ranks):
             peer = (me + hop) % ranks
-            to = out + tl.cast(peer, tl.int64) * units * UNIT
+            to = out + peer * words
             copy_share(to, tdl.symm_at(slot, peer, world), words, index, parts, BLOCK)
 
 
@@ -127,49 +142,47 @@ class Gathering:
         rows = shape[0]
         self.chunk_rows = max(1, -(-rows // (chunks * multiple))) * multiple
         self.chunks = max(1, -(-rows // self.chunk_rows))
-        self._plan = plan
+        # not the plan itself, which holds this: memory goes back when the plan is dropped
+        self._world, self._group = plan.world, plan.group
         size = plan.group.size
         self.buffer = plan.workspace("gathered", (size, *shape), dtype)
-        self.progress = plan.workspace("progress", (size * self.chunks,), np.int32)
-        self._credit = plan.workspace("credit", (size,), np.int32)
+        self.progress = plan.workspace("progress", (size * self.chunks,), np.int32, self.chunks)
+        credit = plan.workspace("credit", (size,), np.int32)
         self.epoch = plan.world.zeros((1,), np.int32, symmetric=False)
-        self._side = plan.world.new_stream(priority=-1)
+        self._side = plan.world.streams.lend(self, priority=-1)
         self._nbytes = elements(shape) * dtype.itemsize
         chunk_bytes = self.chunk_rows * elements(shape[1:]) * dtype.itemsize
-        word, self._unit = byte_units(self._nbytes, chunk_bytes)
-        width = np.dtype(word).itemsize
-        self._words = Pointer(self.buffer._address, np.dtype(word), self.buffer)
-        self._units = self._nbytes // (width * self._unit)
-        self._chunk_units = chunk_bytes // (width * self._unit)
-        self._block = block_bytes(plan.world.backend, self._nbytes) // width
+        word, unit = byte_units(self._nbytes, chunk_bytes)
+        width = word.itemsize
         most = constants(plan.world.backend).push_blocks // max(1, size - 1)
         self.blocks = (size - 1) * max(1, min(self.chunks, most))
+        signals = (self.progress, credit, self.epoch, plan.group.handle)
+        self._enter = plan.bind(enter_kernel, 1, (), *signals, self.chunks, num_warps=1)
+        self._push = plan.bind(
+            push_kernel, max(1, self.blocks), (word,), *signals, self._nbytes // (width * unit),
+            chunk_bytes // (width * unit), self.chunks, UNIT=unit,
+            BLOCK=block_bytes(plan.world.backend, self._nbytes) // width, num_warps=8,
+        )  # fmt: skip
 
     def start(self, x: Operand, stream: int) -> None:
         """Queue the gathering of contiguous `x`; consumers queued on `stream` may follow at once.
 
         The previous call must have been joined.
         """
-        plan = self._plan
-        driver = plan.world.driver
+        world, group = self._world, self._group
         if self._nbytes:
-            own = self.buffer._address + plan.group.rank * self._nbytes
-            driver.copy(own, x.pointer.data_ptr(), self._nbytes, stream, x.array)
-        signals = (self.progress, self._credit, self.epoch, plan.group.handle)
-        plan.launch(enter_kernel, 1, stream, *signals, self.chunks, num_warps=1)
-        if plan.group.size > 1:
-            order(driver, stream, self._side.handle)
-            plan.launch(
-                push_kernel, self.blocks, self._side.handle, self._words, *signals, self._units,
-                self._chunk_units, self.chunks,
-                UNIT=self._unit, BLOCK=self._block, num_warps=8,
-            )  # fmt: skip
+            own = self.buffer._address + group.rank * self._nbytes
+            world.driver.copy(own, x.address, self._nbytes, stream, x.owner)
+        self._enter(stream)
+        if group.size > 1:
+            order(world.driver, stream, self._side.handle)
+            self._push(self._side.handle, operand(world, self.buffer, "buffer"))
 
     def join(self, stream: int) -> None:
         """Later work of `stream` waits until the own part was pushed to all peers."""
-        if self._plan.group.size == 1:
+        if self._group.size == 1:
             return
-        world = self._plan.world
+        world = self._world
         side = self._side.handle
         if world.recording is not None and world.driver.capturing(stream) != (
             world.driver.capturing(side)
@@ -178,6 +191,40 @@ class Gathering:
             world.recording.before_replay(self.join)
         else:
             order(world.driver, side, stream)
+
+
+class Pull:
+    """Staged in a slot, and read from there by everybody. Part of a plan."""
+
+    def __init__(self, plan: Plan, nbytes: int):
+        """In the plan's preparation."""
+        self._nbytes = nbytes
+        self._block = block_bytes(plan.world.backend, nbytes)
+        self._blocks = plan.blocks_for(-(-nbytes // self._block))
+        self._channel = plan.channel(self._blocks)
+        self._slot = aligned(nbytes)
+        self._slots = plan.workspace("slots", (2 * self._slot,), np.uint8)
+        self._alignment = math.gcd(ALIGNMENT, nbytes)
+        # as aligned as arrays are; others at their first use
+        self._kernels = {self._alignment: self._bind(plan, self._alignment)}
+
+    def _bind(self, plan: Plan, alignment: int) -> Callable[..., None]:
+        """The kernel for sizes and addresses that are multiples of `alignment` bytes."""
+        word, unit = byte_units(alignment)
+        width = word.itemsize
+        return plan.bind(
+            pull_kernel, self._blocks, (word, word), self._slots.view(word), self._channel,
+            plan.group.handle, self._nbytes // (width * unit), self._slot // (width * unit),
+            UNIT=unit, BLOCK=self._block // width, num_warps=8,
+        )  # fmt: skip
+
+    def run(self, plan: Plan, stream: int, x: Operand, to: Operand) -> None:
+        """Queue it; `x` may be the own part of `to`."""
+        alignment = math.gcd(self._alignment, x.address, to.address)
+        kernel = self._kernels.get(alignment)
+        if kernel is None:
+            kernel = self._kernels[alignment] = self._bind(plan, alignment)
+        kernel(stream, x, to)
 
 
 class AllGather(Plan):
@@ -193,6 +240,8 @@ class AllGather(Plan):
         kernels on the same stream wait on `plan.progress`; see Gathering.
     chunks_per_rank : int
         With progress: signals per rank.
+    algorithm : {"low_latency", "push", "copy_engine", "pull"}, optional
+        Not with progress, which has its own.
     team : Team, optional
     buffer : bool
         Whether the plan has a result buffer, for calls without `out`.
@@ -213,6 +262,7 @@ class AllGather(Plan):
         *,
         progress: bool = False,
         chunks_per_rank: int = 1,
+        algorithm: str | None = None,
         team: Group | None = None,
         buffer: bool = True,
     ):
@@ -225,17 +275,29 @@ class AllGather(Plan):
                 raise InvalidArgument(f"chunks_per_rank must be an int >= 1, got {chunks_per_rank}")
             if chunks_per_rank > 1 and not progress:
                 raise InvalidArgument("chunks_per_rank is for progress=True")
+            check_algorithm("all_gather", algorithm, ALGORITHMS)
+            if progress and algorithm is not None:
+                raise InvalidArgument(
+                    f"algorithm={algorithm!r} is not for progress=True, which always pushes"
+                )
+            self._nbytes = elements(self.shape) * self.dtype.itemsize
+            ranks = self.group.size
+            self.algorithm = algorithm or gather_algorithm(
+                world.backend, self._nbytes, ranks, buffer
+            )
+            if self.algorithm == "low_latency" and not progress:
+                check_low_latency("all_gather", self._nbytes, ranks)
             self.out_shape = (self.group.size * self.shape[0], *self.shape[1:])
             self.gathering: Gathering | None = None
             shared.update(
                 shape=self.shape, dtype=self.dtype, progress=progress,
-                chunks_per_rank=chunks_per_rank,
+                chunks_per_rank=chunks_per_rank, algorithm=self.algorithm,
             )  # fmt: skip
         with self.preparation():
             if progress:
                 self._build_progress(chunks_per_rank)
             else:
-                self._build_pull(buffer)
+                self._build(buffer)
 
     def _build_progress(self, chunks: int) -> None:
         gathering = Gathering(self, self.shape, self.dtype, chunks)
@@ -243,20 +305,30 @@ class AllGather(Plan):
         self.chunks, self.chunk_rows = gathering.chunks, gathering.chunk_rows
         self.gathering = gathering
 
-    def _build_pull(self, buffer: bool) -> None:
-        self._nbytes = elements(self.shape) * self.dtype.itemsize
-        self._block_bytes = block_bytes(self.world.backend, self._nbytes)
-        self._blocks = self.blocks_for(-(-self._nbytes // self._block_bytes))
-        self._channel = self.channel(self._blocks)
-        self._slot_bytes = max(1, -(-self._nbytes // _SLOT_BYTES)) * _SLOT_BYTES
-        self._slots = self.workspace("slots", (2 * self._slot_bytes,), np.uint8)
-        self._out = self.result_buffer(self.out_shape, self.dtype, buffer)
+    def _build(self, buffer: bool) -> None:
+        # push and copy engines write into the peers' buffers themselves
+        self._out: Array | None = None
+        if self.algorithm == "copy_engine":
+            self._movement: Any = CopyEngine(self, self._nbytes, self.out_shape, self.dtype)
+            self._out = self._movement.buffer if buffer else None
+            return
+        if self.algorithm == "low_latency":
+            self._movement = LowLatency(self, self._nbytes, each=False)
+        elif self.algorithm == "push":
+            self._movement = Push(self, self._nbytes, each=False)
+        else:
+            self._movement = Pull(self, self._nbytes)
+        if self.algorithm == "push" and buffer:
+            self._out = self.workspace("result", self.out_shape, self.dtype)
+        else:
+            self._out = self.result_buffer(self.out_shape, self.dtype, buffer)
 
     def __call__(self, x: Any, out: Any = None, stream: Any = None) -> Any:
         """Queue the all-gather of `x`.
 
         Returns `out`, or the plan's own buffer when it is None; with progress always the plan's
-        gathered buffer, a symmetric array. The buffer is overwritten by the next call.
+        gathered buffer, a symmetric array. The buffer is overwritten by the next call. `x` may be
+        the own part of `out`.
         """
         op = self.input(x, self.shape, self.dtype)
         gathering = self.gathering
@@ -268,21 +340,12 @@ class AllGather(Plan):
             gathering.start(op, handle)
             return gathering.buffer.reshape(self.out_shape)
         to = self.output(out, self._out, self.out_shape, self.dtype)
+        own, size = self.group.rank * self._nbytes, self.group.size
+        check_overlap("all_gather", op, to, own, (self._nbytes, size * self._nbytes))
         handle = self.begin(stream, op, to)
         if self._nbytes:
-            self._launch(handle, op, to)
+            self._movement.run(self, handle, op, to)
         return self._out if out is None else out
-
-    def _launch(self, stream: int, op: Operand, to: Operand) -> None:
-        word, unit = byte_units(self._nbytes, op.pointer.data_ptr(), to.pointer.data_ptr())
-        width = np.dtype(word).itemsize
-        slots = Pointer(self._slots._address, np.dtype(word), self._slots)
-        self.launch(
-            pull_kernel, self._blocks, stream, op.pointer.cast(word), to.pointer.cast(word), slots,
-            self._channel, self.group.handle, self._nbytes // (width * unit),
-            self._slot_bytes // (width * unit), UNIT=unit, BLOCK=self._block_bytes // width,
-            num_warps=8,
-        )  # fmt: skip
 
     def join(self, stream: Any = None) -> None:
         """With progress: later work of `stream` waits until the own part was pushed to all.
@@ -294,7 +357,13 @@ class AllGather(Plan):
         self.gathering.join(self.begin_stream(stream))
 
 
-def all_gather(x: Any, out: Any = None, team: Group | None = None, stream: Any = None) -> Any:
+def all_gather(
+    x: Any,
+    out: Any = None,
+    team: Group | None = None,
+    stream: Any = None,
+    algorithm: str | None = None,
+) -> Any:
     """All ranks' `x`, stacked along the first axis in rank order. Collective over `team`.
 
     Parameters
@@ -302,19 +371,20 @@ def all_gather(x: Any, out: Any = None, team: Group | None = None, stream: Any =
     x : tdx array, or any array of NumPy or a DLPack producer
         (n, ...), any dtype; same shape and dtype on every rank.
     out : array, optional
-        (size * n, ...).
+        (size * n, ...). `x` may be its own part.
     team : Team, optional
     stream : optional
         None: the world's current stream for a tdx array, else the caller's.
+    algorithm : {"low_latency", "push", "copy_engine", "pull"}, optional
 
     Returns the result in the caller's own framework, fresh unless `out` is given.
 
     Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted, and a pending fault.
     """
     call = Call("all_gather", x, out, team=team, stream=stream)
-    with call.checks():
+    with call:
         source = call.operand(x, "x")
-        plan = call.plan(AllGather, source.shape, source.dtype)
+        plan = call.plan(AllGather, source.shape, source.dtype, algorithm=algorithm)
         target = call.target(out, plan.out_shape, plan.dtype)
         plan(source, target, stream=call.stream)
     return call.finish(target)

@@ -19,9 +19,10 @@ rank has entered its next call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -43,7 +44,7 @@ from tdx.kernels.matmul import (
     store_tile,
     tile_product,
 )
-from tdx.kernels.operand import Operand, elements, operand
+from tdx.kernels.operand import elements, operand
 from tdx.kernels.plan import Plan, plain_shape
 from tdx.kernels.select import constants
 from tdx.runtime import dtypes
@@ -59,7 +60,7 @@ _SIZES = ["rows", "columns", "depth", "chunk_rows", "chunks", "stride_bk", "stri
 
 @triton.jit(do_not_specialize=_SIZES)
 def consume_kernel(
-    gathered, b, c, bias, progress, epoch, trace, world,
+    b, c, bias, gathered, progress, epoch, trace, world,
     rows, columns, depth, chunk_rows, chunks, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -212,6 +213,9 @@ class AllGatherMatmul(Plan):
         for _, n in self.shapes_b:
             tiles = self._tiles(n) * size * self._gathering.chunks if self._traced else 0
             self._traces.append(self.world.zeros((max(1, tiles),), "int32", symmetric=False))
+        self._kernels: dict[Any, Callable[..., None]] = {}
+        for i, (_, n) in enumerate(self.shapes_b):
+            self._consumer(i, (n, 1), self.dtype)
 
     def _tiles(self, columns: int) -> int:
         """Tiles of one chunk."""
@@ -227,20 +231,20 @@ class AllGatherMatmul(Plan):
         Without `out` the plan's own buffers are returned, overwritten by its next call.
         """
         x = self.input(a, self.shape_a, self.dtype, "a")
-        flat = Operand(x.pointer, (self._rows, self._depth), (self._depth, 1), x.array)
         bs, outs, biases = (self._listed(v, n) for v, n in ((b, "b"), (out, "out"), (bias, "bias")))
         products = []
         for i, (k, n) in enumerate(self.shapes_b):
             y = operand(self.world, bs[i], "b")
-            check_product(flat, y, k, n, self.dtype)
+            check_product(x, y, k, n, self.dtype)
             to = self.output(outs[i], self._outs[i], self.out_shapes[i], self.epilogue.out_dtype)
             vector = check_bias(self.world, biases[i], self.epilogue.bias, n, x)
-            products.append((y, to, vector, self._traces[i]))
-        handle = self.begin(stream, x, *(op for p in products for op in p[:3]))
+            products.append((self._consumer(i, y.strides, vector.dtype), y, to, vector))
+        handle = self.begin(stream, x, *(op for p in products for op in p[1:]))
         if self._rows:
-            self._gathering.start(flat, handle)
-            for y, to, vector, trace in products:
-                self._consume(handle, y, to, vector, trace)
+            self._gathering.start(x, handle)
+            for run, *operands in products:
+                if run is not None:
+                    run(handle, *operands)
             self._gathering.join(handle)
         results = tuple(
             mine if given is None else given for mine, given in zip(self._outs, outs, strict=True)
@@ -257,19 +261,24 @@ class AllGatherMatmul(Plan):
             raise InvalidArgument(f"the plan was made for {count} b, got {len(values)} {what}")
         return values
 
-    def _consume(self, stream: int, y: Operand, to: Operand, vector: Operand, trace: Array) -> None:
-        gathering = self._gathering
-        k, n = y.shape
-        if not n:
-            return
-        tiles = self._tiles(n) * gathering.chunks * self.group.size
-        self.launch(
-            consume_kernel, blocks_for(self.world, tiles, gathering.blocks), stream,
-            gathering.buffer, y.pointer, to.pointer, vector.pointer, gathering.progress,
-            gathering.epoch, trace, self.group.handle, self._rows, n, k, gathering.chunk_rows,
-            gathering.chunks, *y.strides, TRACE=self._traced, **self.epilogue.constants,
-            **self.epilogue.product_constants(self.config, k, n, (k, 1), y.strides),
-        )  # fmt: skip
+    def _consumer(
+        self, i: int, strides: tuple[int, ...], bias: np.dtype
+    ) -> Callable[..., None] | None:
+        """The product with b number `i` of these strides, bound at first use; None if empty."""
+        k, n = self.shapes_b[i]
+        key = (i, strides, bias)
+        if key not in self._kernels and n:
+            gathering = self._gathering
+            tiles = self._tiles(n) * gathering.chunks * self.group.size
+            self._kernels[key] = self.bind(
+                consume_kernel, blocks_for(self.world, tiles, gathering.blocks),
+                (self.dtype, self.epilogue.out_dtype, bias),
+                gathering.buffer, gathering.progress, gathering.epoch, self._traces[i],
+                self.group.handle, self._rows, n, k, gathering.chunk_rows, gathering.chunks,
+                *strides, TRACE=self._traced, **self.epilogue.constants,
+                **self.epilogue.product_constants(self.config, k, n, (k, 1), strides),
+            )  # fmt: skip
+        return self._kernels.get(key)
 
     def gathered(self) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next call."""
@@ -338,7 +347,7 @@ def all_gather_matmul(
     single = not isinstance(b, (list, tuple))
     many = [b] if single else list(b)
     call = Call("all_gather_matmul", a, *many, team=team, stream=stream)
-    with call.checks():
+    with call:
         no_scales(scale_a, scale_b)
         check_fused(algorithm)
         x = call.operand(a, "a")

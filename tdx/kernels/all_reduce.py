@@ -9,7 +9,11 @@ one_shot     Each rank copies its array into a symmetric slot, all meet block by
 low_latency  Each rank pushes its array to all others as 64-bit words, 4 bytes of data and 4 of
              flag (the epoch), and reads what the others pushed. 2 * (W - 1) * S bytes out, one
              hop and no meeting: the data is its own signal. The protocol is that of NCCL's LL.
-             Two slots in turn, as above. Up to 16 ranks, types of 2 and 4 bytes, 4 MiB.
+             Two slots in turn, as above: a word holds the flag of two calls before, never the one
+             waited for, also where epochs wrap to the 0 that fresh memory holds. Up to 16 ranks,
+             types of 2 and 4 bytes, 4 MiB.
+two_shot     Rank r reduces shard r and pushes the result to all: 2 * (W - 1) / W * S bytes out, two
+             hops; and low_latency_two_shot, the same in words with flags. See two_shot.py.
 
 Result: accumulated in float32 (float64 for float64, integers in their own type, wrapping) from
 rank 0 upwards, then divided by W for "avg", plus bias, plus residual, rounded once. So its bits
@@ -21,7 +25,7 @@ Ordering: when the operation is complete on a rank's stream, no peer reads its o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import triton
@@ -30,54 +34,45 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.call import Call
 from tdx.kernels.copying import VECTOR, copy_share, padded
-from tdx.kernels.operand import Operand, elements
+from tdx.kernels.operand import elements
 from tdx.kernels.plan import Plan, plain_shape
-from tdx.kernels.reduction import check_types, combine, finish, from_words, to_words, widen
-from tdx.kernels.select import (
-    block_elements,
-    constants,
-    low_latency_elements,
-    power_of_two,
+from tdx.kernels.reduction import (
+    ReductionConfig,
+    check_low_latency,
+    check_types,
+    combine,
+    finish,
+    reduce_words,
+    takes_low_latency,
+    to_words,
+    widen,
 )
+from tdx.kernels.select import block_elements, cheapest, low_latency_elements, shard_block
+from tdx.kernels.two_shot import Run, bind_low_latency_two_shot, bind_two_shot
+from tdx.language.signal import no_fault
 from tdx.runtime import dtypes
-from tdx.runtime.errors import InvalidArgument, Unsupported
+from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
 __all__ = ["AllReduce", "Config", "all_reduce"]
 
-ALGORITHMS = ("low_latency", "one_shot")
-LOW_LATENCY_LIMIT_BYTES = 4 << 20  # its slots take 4 * W times this
-LOW_LATENCY_LIMIT_RANKS = 16
 _VECTOR = tl.constexpr(VECTOR)
 
 
 @dataclass(frozen=True)
-class Config:
-    """How an all-reduce runs.
+class Config(ReductionConfig):
+    """How an all-reduce runs: see tdx.kernels.reduction.ReductionConfig.
 
-    Attributes
-    ----------
-    algorithm : {"one_shot", "low_latency"}
-    block : int
-        Elements a block handles at a time, a power of two >= 2.
-    num_warps : int
-        Warps of a block, a power of two.
+    `algorithm` is "low_latency", "low_latency_two_shot", "one_shot" or "two_shot".
     """
 
-    algorithm: str
-    block: int
-    num_warps: int = 8
-
-    def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise InvalidArgument(
-                f"algorithm={self.algorithm!r} is not one of {', '.join(ALGORITHMS)}"
-            )
-        for name in ("block", "num_warps"):
-            value = getattr(self, name)
-            if value != power_of_two(value) or value < (2 if name == "block" else 1):
-                raise InvalidArgument(f"{name}={value} must be a power of two")
+    algorithms: ClassVar[tuple[str, ...]] = (
+        "low_latency",
+        "low_latency_two_shot",
+        "one_shot",
+        "two_shot",
+    )
 
 
 @triton.jit
@@ -107,7 +102,8 @@ def one_shot_kernel(
     parts = tl.num_programs(0)
     ranks = tdl.num_ranks(world)
     slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * vectors * _VECTOR
-    copy_share(slot, x, numel, index, parts, BLOCK)
+    if no_fault(world):
+        copy_share(slot, x, numel, index, parts, BLOCK)
     ok = tdl.barrier(channel, world)
     if ok:
         whole = numel // BLOCK
@@ -158,11 +154,7 @@ def low_latency_kernel(
         words, arrived = tdl.load_ll_all(base + at, stride, flag, world, RANKS, at < stride, KIND)
         if PAIRS:
             arrived = tl.interleave(arrived, arrived)
-        total = widen(from_words(tl.where(me == 0, own, words[0]), x.dtype.element_ty, PAIRS))
-        for peer in tl.static_range(1, RANKS):
-            value = tl.where(me == peer, own, words[peer])
-            value = from_words(value, x.dtype.element_ty, PAIRS)
-            total = combine(total, widen(value), OP)
+        total = reduce_words(own, words, world, x.dtype.element_ty, OP, RANKS, PAIRS)
         finish(
             total, out, bias, residual, offsets, mask & arrived, columns, tdl.num_ranks(world),
             OP, HAS_BIAS, HAS_RESIDUAL,
@@ -183,7 +175,7 @@ class AllReduce(Plan):
     bias, residual : bool
         Whether calls pass a vector of the last axis' length, or an array of the input's shape,
         to be added after the reduction. Floats only.
-    algorithm : {"one_shot", "low_latency"}, optional
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
     config : Config, optional
         Overrides the choice altogether.
     team : Team, optional
@@ -216,28 +208,45 @@ class AllReduce(Plan):
             self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
             self.op = op
             self._has_bias, self._has_residual = bias, residual
-            check_types("all_reduce", self.dtype, self.out_dtype, op, bias or residual)
             self._numel = elements(self.shape)
-            ranks = self.group.size
+            self._columns = self.shape[-1] if self.shape else 1
+            adds = bias or residual
+            check_types("all_reduce", self.dtype, self.out_dtype, op, adds)
             if config is not None and not isinstance(config, Config):
                 raise InvalidArgument(f"config must be an all_reduce Config, got {config!r}")
-            self.config = config or _choose(world, self._numel, self.dtype, ranks, algorithm)
-            _check_algorithm(self.config.algorithm, self._numel, self.dtype, ranks)
+            travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
+            self.config = config or choose(
+                world.backend, self._numel, self.dtype, travels, self.group.size, algorithm
+            )
+            check_config(
+                "all_reduce", self.config, self._numel, self.dtype, travels, self.group.size
+            )
             shared.update(
                 shape=self.shape, dtype=self.dtype, op=op, out_dtype=self.out_dtype, bias=bias,
                 residual=residual, config=self.config,
             )  # fmt: skip
         with self.preparation():
-            self._blocks = self.blocks_for(-(-self._numel // self.config.block))
-            self._channel = self.channel(self._blocks)
-            if self.config.algorithm == "one_shot":
-                self._vectors = padded(self._numel)
-                slots, kind = 2, self.dtype
-            else:
-                self._vectors = padded(-(-self._numel * self.dtype.itemsize // 4))
-                slots, kind = 2 * ranks, np.dtype(np.int64)
-            self._slots = self.workspace("slots", (slots * self._vectors * VECTOR,), kind)
-            self._out = self.result_buffer(self.shape, self.out_dtype, buffer)
+            self._build(buffer)
+
+    def _build(self, buffer: bool) -> None:
+        named = {"OP": self.op, "HAS_BIAS": self._has_bias, "HAS_RESIDUAL": self._has_residual}
+        kinds, config = (self.dtype, self.out_dtype), self.config
+        # results of two_shot travel as they are, unless something is added to them
+        direct = config.algorithm == "two_shot" and not (self._has_bias or self._has_residual)
+        self._run_direct: Run | None = None  # without `out`, if that is another kernel
+        if buffer and direct and self._numel:
+            self._out = self.workspace("result", self.shape, self.out_dtype)
+            self._run, self._run_direct = bind_two_shot(
+                self, config, self.shape, kinds, named, buffer=self._out
+            )
+            return
+        self._out = self.result_buffer(self.shape, self.out_dtype, buffer)
+        if config.algorithm == "two_shot":
+            self._run, _ = bind_two_shot(self, config, self.shape, kinds, named)
+        elif config.algorithm == "low_latency_two_shot":
+            self._run = bind_low_latency_two_shot(self, config, self.shape, kinds, named)
+        else:
+            self._run = bind_one_hop(self, config, self.shape, kinds, named)
 
     def __call__(
         self, x: Any, out: Any = None, stream: Any = None, *, bias: Any = None, residual: Any = None
@@ -255,63 +264,83 @@ class AllReduce(Plan):
                 f"residual={self._has_residual}; pass just those"
             )
         vector = whole = op  # stand in for what there is not
-        columns = self.shape[-1] if self.shape else 1
-        if bias is not None:
-            vector = self.input(bias, (columns,), self.dtype, "bias")
-        if residual is not None:
-            whole = self.input(residual, self.shape, self.dtype, "residual")
-        handle = self.begin(stream, op, to, vector, whole)
+        if bias is None and residual is None:
+            handle = self.begin(stream, op, to)
+        else:
+            if bias is not None:
+                vector = self.input(bias, (self._columns,), self.dtype, "bias")
+            if residual is not None:
+                whole = self.input(residual, self.shape, self.dtype, "residual")
+            handle = self.begin(stream, op, to, vector, whole)
         if self._numel:
-            self._launch(handle, op, to, vector, whole, max(1, columns))
+            run = self._run if out is not None or self._run_direct is None else self._run_direct
+            run(handle, op, to, vector, whole)
         return self._out if out is None else out
 
-    def _launch(
-        self, stream: int, op: Operand, to: Operand, vector: Operand, whole: Operand, columns: int
-    ) -> None:
-        named = {
-            "OP": self.op,
-            "HAS_BIAS": self._has_bias,
-            "HAS_RESIDUAL": self._has_residual,
-            "BLOCK": self.config.block,
-            "num_warps": self.config.num_warps,
-            "enable_fp_fusion": False,  # a contracted product and sum would round once less
-        }
-        kernel: Any = one_shot_kernel
-        if self.config.algorithm == "low_latency":
-            kernel = low_latency_kernel
-            named.update(PAIRS=self.dtype.itemsize == 2, RANKS=self.group.size)
-        self.launch(
-            kernel, self._blocks, stream, op.pointer, to.pointer, vector.pointer, whole.pointer,
-            self._slots, self._channel, self.group.handle, self._numel, columns, self._vectors,
-            **named,
-        )  # fmt: skip
+
+def bind_one_hop(
+    plan: Plan, config: ReductionConfig, shape: tuple[int, ...], kinds: tuple[np.dtype, np.dtype],
+    named: dict[str, Any],
+) -> Run:  # fmt: skip
+    """Workspaces and the kernel of one_shot or low_latency, as two_shot.bind_two_shot."""
+    dtype, out_dtype = kinds
+    ranks, numel = plan.group.size, elements(shape)
+    kernel: Any
+    special: dict[str, Any] = {}
+    if config.algorithm == "one_shot":
+        kernel, vectors, slots, kind = one_shot_kernel, padded(numel), 2, dtype
+    else:
+        kernel, vectors = low_latency_kernel, padded(-(-numel * dtype.itemsize // 4))
+        slots, kind = 2 * ranks, np.dtype(np.int64)
+        special = {"PAIRS": dtype.itemsize == 2, "RANKS": ranks}
+    blocks = plan.blocks_for(-(-numel // config.block), config.blocks)
+    return plan.bind(
+        kernel, blocks, (dtype, out_dtype, dtype, dtype),
+        plan.workspace("slots", (slots * vectors * VECTOR,), kind), plan.channel(blocks),
+        plan.group.handle, numel, max(1, shape[-1] if shape else 1), vectors, **named, **special,
+        BLOCK=config.block, num_warps=config.num_warps,
+        enable_fp_fusion=False,  # a contracted product and sum would round once less
+    )  # fmt: skip
 
 
-def _check_algorithm(algorithm: str, numel: int, dtype: np.dtype, ranks: int) -> None:
-    if algorithm != "low_latency":
-        return
-    nbytes = numel * dtype.itemsize
-    if dtype.itemsize not in (2, 4):
-        raise Unsupported(
-            f"all_reduce: low_latency takes types of 2 and 4 bytes, not {dtype}; use one_shot"
-        )
-    if nbytes > LOW_LATENCY_LIMIT_BYTES or ranks > LOW_LATENCY_LIMIT_RANKS:
-        raise InvalidArgument(
-            f"all_reduce: low_latency takes up to {LOW_LATENCY_LIMIT_BYTES} bytes and "
-            f"{LOW_LATENCY_LIMIT_RANKS} ranks, not {nbytes} bytes on {ranks} ranks; use one_shot"
-        )
+def check_config(
+    operation: str, config: ReductionConfig, numel: int, dtype: np.dtype, travels: np.dtype,
+    ranks: int,
+) -> None:  # fmt: skip
+    """Raise unless the algorithm takes such inputs; `travels`: the type of results on the wire."""
+    if config.algorithm.startswith("low_latency"):
+        kinds = (dtype, travels) if config.algorithm.endswith("two_shot") else (dtype,)
+        check_low_latency(operation, config.algorithm, numel * dtype.itemsize, kinds, ranks)
 
 
-def _choose(world: World, numel: int, dtype: np.dtype, ranks: int, algorithm: str | None) -> Config:
-    if algorithm == "two_shot":
-        raise Unsupported("all_reduce: two_shot is not offered yet; use one_shot")
+def choose(
+    backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int,
+    algorithm: str | None = None,
+) -> Config:  # fmt: skip
+    """The algorithm, unless given, and its tile."""
     if algorithm is None:
-        small = numel * dtype.itemsize <= constants(world.backend).low_latency_bytes
-        fits = dtype.itemsize in (2, 4) and ranks <= LOW_LATENCY_LIMIT_RANKS
-        algorithm = "low_latency" if small and fits else "one_shot"
+        algorithm = _cheapest(backend, numel, dtype, travels, ranks)
     if algorithm == "low_latency":
-        return Config(algorithm, low_latency_elements(world.backend, numel, dtype.itemsize))
-    return Config(algorithm, block_elements(world.backend, numel))
+        return Config(algorithm, low_latency_elements(backend, numel, dtype.itemsize))
+    shard = -(-numel // ranks)
+    if algorithm == "low_latency_two_shot":
+        return Config(algorithm, low_latency_elements(backend, shard, dtype.itemsize))
+    if algorithm == "two_shot":
+        return Config(algorithm, *shard_block(backend, shard, dtype.itemsize, ranks))
+    return Config(algorithm, block_elements(backend, numel))
+
+
+def _cheapest(backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int) -> str:
+    whole, results = numel * dtype.itemsize, numel * travels.itemsize
+    if ranks == 1:
+        return "one_shot"
+    peers = ranks - 1
+    sent = {"one_shot": peers * whole, "two_shot": peers * (whole + results) / ranks}
+    if takes_low_latency(whole, (dtype,), ranks):
+        sent["low_latency"] = 2 * peers * whole
+    if takes_low_latency(whole, (dtype, travels), ranks):
+        sent["low_latency_two_shot"] = 2 * peers * (whole + results) / ranks
+    return cheapest(backend, sent)
 
 
 def all_reduce(
@@ -338,7 +367,7 @@ def all_reduce(
         Type of the result: for floats any float type.
     bias, residual : arrays, optional
         (x.shape[-1],) and x.shape: added after the reduction, before the one rounding.
-    algorithm : {"one_shot", "low_latency"}, optional
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
     team : Team, optional
     stream : optional
         None: the world's current stream for a tdx array, else the caller's.
@@ -350,7 +379,7 @@ def all_reduce(
     pending fault.
     """
     call = Call("all_reduce", x, out, team=team, stream=stream)
-    with call.checks():
+    with call:
         source = call.operand(x, "x")
         vector, whole = call.optional(bias, "bias"), call.optional(residual, "residual")
         plan = call.plan(

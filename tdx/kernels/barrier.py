@@ -37,12 +37,13 @@ class Barrier(Plan):
         with self.agreement(world, team):
             pass
         with self.preparation():
-            self._channel = self.channel(1)
+            self._run = self.bind(
+                barrier_kernel, 1, (), self.channel(1), self.group.handle, num_warps=1
+            )
 
     def __call__(self, stream: Any = None) -> None:
         """Queue the barrier on `stream` (None: the current one)."""
-        handle = self.begin(stream)
-        self.launch(barrier_kernel, 1, handle, self._channel, self.group.handle, num_warps=1)
+        self._run(self.begin(stream))
 
 
 def barrier(team: Group | None = None, stream: Any = None) -> None:

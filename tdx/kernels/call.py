@@ -8,36 +8,36 @@ copied to the device first and results copied back: convenient, and as slow as t
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from tdx.interop import owner_of
-from tdx.kernels.operand import Operand, operand
-from tdx.kernels.plan import Plan, posting_refusals
+from tdx.kernels.operand import Operand, enter, operand
+from tdx.kernels.plan import Plan, post_refusal
 from tdx.runtime import dlpack
 from tdx.runtime.array import Array
-from tdx.runtime.errors import Closed, InvalidArgument, TdxError
+from tdx.runtime.errors import Closed, InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.init import current_world
 from tdx.runtime.stream import stream_handle
 from tdx.runtime.world import World
 
-__all__ = ["Call", "cached", "world_of"]
+__all__ = ["Call", "cached", "remembered", "world_of"]
 
-_CACHED_PLANS = 64  # kept for each group of ranks
+_REMEMBERED = 64  # plans kept for each group of ranks
 _HOST_MEMORY = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST)
 
 P = TypeVar("P", bound=Plan)
+T = TypeVar("T")
 
 
 def world_of(*arrays: Any) -> World:
     """The world of the tdx arrays among the arguments, else the one that is open."""
     for x in arrays:
-        if isinstance(x, Array):
+        if type(x) is Array:
             return x.world
     world = current_world()
     if world is None:
@@ -45,23 +45,35 @@ def world_of(*arrays: Any) -> World:
     return world
 
 
+def remembered(world: World, group: Any, key: Any, make: Callable[[], T]) -> T:
+    """What `make` made for `key` before, or makes now; the last few of each group are kept."""
+    known: OrderedDict[Any, Any] = world.plans.setdefault(group, OrderedDict())
+    made = known.get(key)
+    if made is None:
+        made = known[key] = make()
+        if len(known) > _REMEMBERED:
+            known.popitem(last=False)
+    else:
+        known.move_to_end(key)
+    return made
+
+
 def cached(world: World, group: Group, kind: type[P], *args: Any, **options: Any) -> P:
     """The plan `kind(world, *args, **options)`, made on first use, alike on every rank."""
-    plans: OrderedDict[Any, Any] = world.plans.setdefault(group.index, OrderedDict())
-    key = (kind, args, tuple(options.values()))
+    key = (kind, *args, *options.values())
+    plans = world.plans.get(group.index)
     try:
-        plan = plans.get(key)
+        plan = None if plans is None else plans.get(key)
     except TypeError:  # something that cannot be hashed, such as a list
         raise InvalidArgument(
             f"{kind.operation}: {', '.join(map(repr, (*args, *options.values())))} holds a value "
             "of a type that no option has"
         ) from None
     if plan is None:
-        plan = plans[key] = kind(world, *args, team=group, **options)
-        if len(plans) > _CACHED_PLANS:
-            plans.popitem(last=False)
-    else:
-        plans.move_to_end(key)
+        return remembered(
+            world, group.index, key, lambda: kind(world, *args, team=group, **options)
+        )
+    plans.move_to_end(key)
     return plan
 
 
@@ -96,21 +108,21 @@ class Call:
         self._given: set[int] = set()  # tdx arrays passed as `out`: returned as they are
         self._copies: dict[int, np.ndarray[Any, Any]] = {}  # results to be copied to `out` arrays
 
-    @contextlib.contextmanager
-    def checks(self) -> Iterator[None]:
+    def __enter__(self) -> Call:
         """The body of the function: peers are told when this rank refuses its arguments."""
-        with posting_refusals(self.world, self.group, self.operation):
-            if self._framework is None and not isinstance(self._like, Array):
-                raise InvalidArgument(
-                    f"{self.operation}: expected a tdx array, a NumPy array or a DLPack producer, "
-                    f"got {type(self._like).__name__}"
-                )
-            try:
-                yield
-            except TdxError as error:
-                if self._planned:  # the peers have the plan and wait in its kernels, not for words
-                    error.posted = True  # type: ignore[attr-defined]
-                raise
+        if self._framework is None and not isinstance(self._like, Array):
+            error = InvalidArgument(
+                f"{self.operation}: expected a tdx array, a NumPy array or a DLPack producer, "
+                f"got {type(self._like).__name__}"
+            )
+            post_refusal(self.world, self.group, self.operation, error)
+            raise error
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        # with the plan made, the peers wait in its kernels, not for words
+        if error is not None and not self._planned:
+            post_refusal(self.world, self.group, self.operation, error)
 
     def plan(self, kind: type[P], *args: Any, **options: Any) -> P:
         """The cached plan of this call; it has no buffers for results."""
@@ -142,17 +154,18 @@ class Call:
             made = None
             if self._framework is not None and not self._staged:
                 made = self._framework.empty(shape, dtype, self._like)
-            return self.world.empty(shape, dtype, symmetric=False) if made is None else made
+            return self.world.local(shape, dtype, self.operation) if made is None else made
         if isinstance(out, Array):
             self._given.add(id(out))
             return out
         if self._staged and isinstance(out, np.ndarray):
-            if out.shape != shape or out.dtype != dtype or not out.flags.writeable:
+            if not out.flags.writeable:
+                raise InvalidArgument("out is read-only; pass a writable array")
+            if out.shape != shape or out.dtype != dtype:
                 raise InvalidArgument(
-                    f"out must be a writable array of shape {shape} and dtype {dtype}, got "
-                    f"{out.shape} {out.dtype}"
+                    f"out must have shape {shape} and dtype {dtype}, got {out.shape} {out.dtype}"
                 )
-            staging = self.world.empty(shape, dtype, symmetric=False)
+            staging = self.world.local(shape, dtype, self.operation)
             self._copies[id(staging)] = out
             return staging
         framework = owner_of(out)
@@ -185,8 +198,5 @@ class Call:
         driver = self.world.driver
         handle = driver.current_stream() if self.stream is None else stream_handle(self.stream)
         to = operand(self.world, target, "out")
-        for op in (operand(self.world, source, "buffer"), to):
-            op.enter(handle)
-        driver.copy(
-            to.pointer.data_ptr(), source._address, source.nbytes, handle, (source, to.array)
-        )
+        enter(self.world, handle, operand(self.world, source, "buffer"), to)
+        driver.copy(to.address, source._address, source.nbytes, handle, (source, to.owner))

@@ -18,12 +18,60 @@ def padded(count: int) -> int:
 
 
 @triton.jit
-def copy_share(to, source, count, index, parts, BLOCK: tl.constexpr):
-    """Copy part `index` of `parts` of `count` elements; all parts together copy all."""
+def copy_share(
+    to, source, count, index, parts, BLOCK: tl.constexpr, GROUP: tl.constexpr = 1
+):  # fmt: skip
+    """Copy part `index` of `parts` of `count` elements; all parts together copy all.
+
+    GROUP blocks in a row belong to the same part.
+    """
     whole = count // BLOCK
-    for block in range(index, whole, parts):
-        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(to + at, tl.load(source + at))
-    if (whole * BLOCK < count) & (whole % parts == index):
+    for turn in range(index, _turns(whole, parts, GROUP), parts):
+        block = _block(turn, index, parts, GROUP)
+        if GROUP == 1 or block < whole:
+            at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(to + at, tl.load(source + at))
+    if (whole * BLOCK < count) & (whole // GROUP % parts == index):
         at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(to + at, tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def copy_two_shares(
+    to, source, other_to, other_source, count, index, parts,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr = 1,
+):  # fmt: skip
+    """`copy_share` of two pairs at once: a store to a peer and a local one hide each other."""
+    whole = count // BLOCK
+    for turn in range(index, _turns(whole, parts, GROUP), parts):
+        block = _block(turn, index, parts, GROUP)
+        if GROUP == 1 or block < whole:
+            at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(source + at)
+            other = tl.load(other_source + at)
+            tl.store(to + at, value)
+            tl.store(other_to + at, other)
+    if (whole * BLOCK < count) & (whole // GROUP % parts == index):
+        at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(source + at, mask=at < count)
+        other = tl.load(other_source + at, mask=at < count)
+        tl.store(to + at, value, mask=at < count)
+        tl.store(other_to + at, other, mask=at < count)
+
+
+@triton.jit
+def _turns(whole, parts, GROUP: tl.constexpr):
+    """Turns that the parts together need for `whole` blocks; those of one are `parts` apart."""
+    stride = parts * GROUP
+    return whole if GROUP == 1 else (whole + stride - 1) // stride * stride
+
+
+@triton.jit
+def _block(turn, index, parts, GROUP: tl.constexpr):
+    """The block of part `index` at this turn; with groups it may lie behind the end."""
+    if GROUP == 1:
+        block = turn
+    else:
+        own = turn // parts
+        block = (own // GROUP * parts + index) * GROUP + own % GROUP
+    return block

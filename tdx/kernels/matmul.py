@@ -10,7 +10,7 @@ of a tile depend on its inputs only: not on the rank, the run, or how many block
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,13 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from tdx.kernels.call import Call
-from tdx.kernels.operand import Operand, check_output, elements, operand
-from tdx.kernels.plan import launch
+from tdx.kernels.call import Call, remembered
+from tdx.kernels.operand import Operand, check_output, enter, flattened, operand
 from tdx.kernels.select import constants, power_of_two, tile_for
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.group import Group
+from tdx.runtime.stream import stream_handle
 from tdx.runtime.world import World
 
 __all__ = ["ACTIVATIONS", "Config", "Epilogue", "choose", "matmul"]
@@ -143,21 +143,31 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def finish_tile(
+    total, bias, col, columns, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr
+):  # fmt: skip
+    """Bias and activation of a tile in column `col`, not rounded."""
+    if HAS_BIAS:
+        rn = tl.arange(0, BN)
+        first_column = tl.cast(col, tl.int64) * BN
+        inside = rn < columns - col * BN
+        vector = tl.load(bias + first_column + rn, mask=inside, other=0.0)
+        total = total + vector.to(tl.float32)[None, :]
+    return activate(total, ACTIVATION)
+
+
+@triton.jit
 def store_tile(
     c, total, bias, row, col, rows, columns, stride_cm, when,
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Bias, activation, one rounding, and the store of a tile; nothing unless `when`."""
+    total = finish_tile(total, bias, col, columns, BN, HAS_BIAS, ACTIVATION)
     rm = tl.arange(0, BM)
     rn = tl.arange(0, BN)
     first_row = tl.cast(row, tl.int64) * BM
     first_column = tl.cast(col, tl.int64) * BN
-    inside = rn < columns - col * BN
-    if HAS_BIAS:
-        vector = tl.load(bias + first_column + rn, mask=inside, other=0.0)
-        total = total + vector.to(tl.float32)[None, :]
-    total = activate(total, ACTIVATION)
-    mask = (rm[:, None] < rows - row * BM) & inside[None, :] & when
+    mask = (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN) & when
     c_tile = c + first_row * stride_cm + first_column
     at = rm[:, None] * stride_cm + rn[None, :]
     tl.store(c_tile + at, total.to(c.dtype.element_ty), mask=mask)
@@ -233,7 +243,7 @@ class Epilogue:
         return {"HAS_BIAS": self.bias, "ACTIVATION": self.activation or "none"}
 
     def product_constants(
-        self, config: Config, k: int, n: int, a: tuple[int, int], b: tuple[int, int]
+        self, config: Config, k: int, n: int, a: Sequence[int], b: Sequence[int]
     ) -> dict[str, Any]:
         """Constexpr arguments and options of a kernel with a product of these extents, strides."""
         units = [1 if s[1] == 1 else 0 if s[0] == 1 else -1 for s in (a, b)]
@@ -303,25 +313,6 @@ def check_fused(algorithm: str | None) -> None:
         raise InvalidArgument(f"algorithm={algorithm!r} is not one of None, 'fused'")
 
 
-def flattened(a: Operand) -> tuple[int, int, int]:
-    """(rows, row stride, column stride) of `a` with its leading axes taken together.
-
-    Raises InvalidArgument when they cannot be walked with one stride.
-    """
-    *lead, _ = a.shape
-    if not lead:
-        raise InvalidArgument(f"a must have 2 or more axes (..., K), got shape {a.shape}")
-    # an axis of one element is not walked along: its stride says nothing
-    axes = [(n, s) for n, s in zip(lead, a.strides, strict=False) if n != 1]
-    for (_, outer), (n, inner) in itertools.pairwise(axes):
-        if outer != inner * n:
-            raise InvalidArgument(
-                f"a of shape {a.shape} and strides {a.strides} (elements) has leading axes that "
-                "do not lie behind one another; pass a contiguous array"
-            )
-    return elements(lead), axes[-1][1] if axes else a.shape[-1], a.strides[-1]
-
-
 def matmul(
     a: Any,
     b: Any,
@@ -377,12 +368,27 @@ def matmul(
     to = check_output(world, target, shape, epilogue.out_dtype)
     vector = check_bias(world, call.optional(bias, "bias"), bias is not None, n, x)
     config = config or choose(world.backend, rows, n, k, x.dtype)
-    tiles = -(-rows // config.block_m) * -(-n // config.block_n)
-    if tiles:
-        launch(
-            world, matmul_kernel, blocks_for(world, tiles), call.stream,
-            x.pointer, y.pointer, to.pointer, vector.pointer, rows, n, k, *strides, *y.strides,
-            uses=(x, y, to, vector), **epilogue.constants,
-            **epilogue.product_constants(config, k, n, strides, y.strides),
+    strides = (*strides, *y.strides)
+    if rows and n:
+        ops = (x, y, to, vector)
+        run = remembered(
+            world, "matmul", (rows, n, k, strides, *(op.dtype for op in ops), epilogue, config),
+            lambda: _bind(world, rows, n, k, strides, ops, epilogue, config),
         )  # fmt: skip
+        stream = world.driver.current_stream() if call.stream is None else call.stream
+        handle = stream_handle(stream)
+        enter(world, handle, *ops)
+        run(handle, *ops)
     return call.finish(target)
+
+
+def _bind(
+    world: World, rows: int, n: int, k: int, strides: tuple[int, ...], ops: Sequence[Operand],
+    epilogue: Epilogue, config: Config,
+) -> Callable[..., None]:  # fmt: skip
+    tiles = -(-rows // config.block_m) * -(-n // config.block_n)
+    constants = epilogue.product_constants(config, k, n, strides[:2], strides[2:])
+    return world.driver.bind(
+        matmul_kernel, blocks_for(world, tiles), tuple(op.dtype for op in ops),
+        (rows, n, k, *strides), constants | epilogue.constants,
+    )  # fmt: skip

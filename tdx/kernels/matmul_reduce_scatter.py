@@ -18,9 +18,10 @@ other has added its partials of call n, because it waited for their tiles of cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -34,7 +35,6 @@ from tdx.kernels.matmul import (
     check_fused,
     check_product,
     choose,
-    flattened,
     grouped_tile,
     known,
     known_strides,
@@ -42,8 +42,9 @@ from tdx.kernels.matmul import (
     store_tile,
     tile_product,
 )
-from tdx.kernels.operand import Operand, elements, operand
+from tdx.kernels.operand import elements, flattened, operand
 from tdx.kernels.plan import Plan, plain_shape
+from tdx.language.signal import no_fault
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
@@ -75,6 +76,7 @@ def produce_kernel(
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     number = tl.load(epoch)
+    ok = no_fault(world)
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
     tiles = tiles_m * tiles_n
@@ -89,7 +91,7 @@ def produce_kernel(
         )  # fmt: skip
         slot = ((number & 1).to(tl.int64) * ranks + me) * rows * columns
         to = tdl.symm_at(partials + slot, owner, world)
-        store_tile(to, total, to, row, col, rows, columns, columns, True, BM, BN, False, "none")
+        store_tile(to, total, to, row, col, rows, columns, columns, ok, BM, BN, False, "none")
         tdl.notify(signals + me * tiles + row * tiles_n + col, owner, world, number)
 
 
@@ -205,11 +207,16 @@ class MatmulReduceScatter(Plan):
         size, config = self.group.size, self.config
         self._tiles = -(-self._rows // config.block_m) * -(-self._columns // config.block_n)
         slots = (2 * size, max(1, self._rows * self._columns))
-        self._partials = self.workspace("partials", slots, self.partial_dtype)
-        self._signals = self.workspace("tiles", (max(1, size * self._tiles),), "int32")
-        self._epoch = self.world.zeros((1,), "int32", symmetric=False)
+        partials = self.workspace("partials", slots, self.partial_dtype)
+        signals = self.workspace("tiles", (max(1, size * self._tiles),), "int32")
+        epoch = self.world.zeros((1,), "int32", symmetric=False)
+        self._shared = (partials, signals, epoch, self.group.handle, self._rows, self._columns)
         self.out_shape = (self.shape_a[0] // size, *self.shape_a[1:-1], self._columns)
         self._out = self.result_buffer(self.out_shape, self.epilogue.out_dtype, buffer)
+        self._kernels: dict[Any, Callable[..., None]] = {}
+        self._begin = self.bind(begin_kernel, 1, (), epoch, num_warps=1)
+        self._producer((self.shape_a[-1], 1, self._columns, 1))
+        self._reducer(self.dtype)
 
     def __call__(
         self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None
@@ -222,28 +229,37 @@ class MatmulReduceScatter(Plan):
         _, *strides = flattened(x)
         to = self.output(out, self._out, self.out_shape, self.epilogue.out_dtype)
         vector = check_bias(self.world, bias, self.epilogue.bias, self._columns, x)
+        produce = self._producer((*strides, *y.strides))
+        reduce = self._reducer(vector.dtype)
         handle = self.begin(stream, x, y, to, vector)
         if self._tiles:
-            self._launch(handle, x, y, to, vector, tuple(strides))
+            self._begin(handle)
+            produce(handle, x, y)
+            reduce(handle, to, vector)
         return self._out if out is None else out
 
-    def _launch(
-        self, stream: int, x: Operand, y: Operand, to: Operand, vector: Operand,
-        strides: tuple[int, int],
-    ) -> None:  # fmt: skip
-        config, (k, n) = self.config, self.shape_b
-        shared = (self._partials, self._signals, self._epoch, self.group.handle, self._rows, n)
-        self.launch(begin_kernel, 1, stream, self._epoch, num_warps=1)
-        self.launch(
-            produce_kernel, blocks_for(self.world, self._tiles * self.group.size), stream,
-            x.pointer, y.pointer, *shared, k, *strides, *y.strides,
-            **self.epilogue.product_constants(config, k, n, strides, y.strides),
-        )  # fmt: skip
-        self.launch(
-            reduce_kernel, blocks_for(self.world, self._tiles), stream, to.pointer, vector.pointer,
-            *shared, BM=config.block_m, BN=config.block_n, EVEN=n % 16 == 0,
-            num_warps=config.num_warps, **self.epilogue.constants,
-        )  # fmt: skip
+    def _producer(self, strides: tuple[int, ...]) -> Callable[..., None]:
+        """The product of operands of these strides, bound at first use."""
+        if strides not in self._kernels:
+            k, n = self.shape_b
+            self._kernels[strides] = self.bind(
+                produce_kernel, blocks_for(self.world, self._tiles * self.group.size),
+                (self.dtype, self.dtype), *self._shared, k, *strides,
+                **self.epilogue.product_constants(self.config, k, n, strides[:2], strides[2:]),
+            )  # fmt: skip
+        return self._kernels[strides]
+
+    def _reducer(self, bias: np.dtype) -> Callable[..., None]:
+        """The reduction with a bias of this type, bound at first use."""
+        if bias not in self._kernels:
+            config = self.config
+            self._kernels[bias] = self.bind(
+                reduce_kernel, blocks_for(self.world, self._tiles),
+                (self.epilogue.out_dtype, bias), *self._shared, BM=config.block_m,
+                BN=config.block_n, EVEN=self._columns % 16 == 0, num_warps=config.num_warps,
+                **self.epilogue.constants,
+            )  # fmt: skip
+        return self._kernels[bias]
 
 
 def matmul_reduce_scatter(
@@ -285,7 +301,7 @@ def matmul_reduce_scatter(
     pending fault.
     """
     call = Call("matmul_reduce_scatter", a, b, out, team=team, stream=stream)
-    with call.checks():
+    with call:
         no_scales(scale_a, scale_b)
         check_fused(algorithm)
         x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,53 +11,93 @@ import numpy as np
 
 from tdx.interop import owner_of
 from tdx.runtime.array import Array
+from tdx.runtime.block import Block
 from tdx.runtime.dlpack import Imported, row_major
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
-from tdx.runtime.faults import Pointer
 from tdx.runtime.world import World
 
-__all__ = ["Operand", "byte_units", "check_operand", "check_output", "elements", "operand"]
+__all__ = [
+    "Operand",
+    "byte_units",
+    "check_operand",
+    "check_output",
+    "elements",
+    "enter",
+    "flattened",
+    "operand",
+]
 
 
 class Operand:
-    """A tensor as a kernel takes it: pointer, shape, strides in elements, dtype."""
+    """A tensor as a kernel takes it.
 
-    __slots__ = ("array", "dtype", "pointer", "shape", "strides")
+    Attributes
+    ----------
+    address : int
+        Of the first element.
+    dtype : np.dtype
+    shape, strides : tuple[int, ...]
+        Strides in elements.
+    contiguous : bool
+        Whether the elements lie in row-major order without gaps.
+    owner : object
+        Keeps the memory alive.
+    block : Block or None
+        The memory, if it is tdx's own.
+    writable : bool
+    """
 
-    def __init__(self, pointer: Any, shape: tuple[int, ...], strides: tuple[int, ...], array: Any):
-        self.pointer = pointer
-        self.dtype: np.dtype = pointer.dtype
+    __slots__ = (
+        "address", "block", "contiguous", "dtype", "owner", "shape", "strides", "writable",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        address: int,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        owner: Any,
+        block: Block | None = None,
+        writable: bool = True,
+    ):
+        self.address = address
+        self.dtype = dtype
         self.shape = shape
         self.strides = strides
-        self.array = array  # keeps the memory alive
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps."""
-        expected = row_major(self.shape, 1)
-        pairs = zip(self.shape, self.strides, expected, strict=True)
-        return 0 in self.shape or all(n == 1 or s == e for n, s, e in pairs)
+        self.owner = owner
+        self.block = block
+        self.writable = writable
+        expected = row_major(shape, 1)
+        self.contiguous = (
+            strides == expected
+            or 0 in shape
+            or all(n == 1 or s == e for n, s, e in zip(shape, strides, expected, strict=True))
+        )
 
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the memory."""
-        block = getattr(self.array, "_block", None)
-        if block is not None:
-            block.enter(stream)
+        if self.block is not None:
+            self.block.enter(stream)
 
 
 def operand(world: World, x: Any, what: str) -> Operand:
     """`x` (a tdx array of `world`, or foreign memory of the same device) as an operand."""
-    if isinstance(x, Operand):
-        return x
     if isinstance(x, Array):
+        if x.operand is not None and x.world is world and not x._block.freed:
+            return x.operand
         if x.world is not world:
             raise InvalidArgument(f"{what} belongs to another world than the plan")
         if x.owner_rank != world.rank:
             raise InvalidArgument(f"{what} is a peer's array; pass the own one")
         x._block.check()
-        pointer = Pointer(x._address, x.dtype, x)
-        strides = tuple(s // x.itemsize for s in x.strides)
-        return Operand(pointer, x.shape, strides, x)
+        block, size = x._block, x.itemsize
+        strides = tuple(s // size for s in x.strides)
+        # not the array: it would hold itself
+        x.operand = Operand(x._address, x.dtype, x.shape, strides, block, block)
+        return x.operand
+    if isinstance(x, Operand):
+        return x
     if isinstance(x, Imported):
         memory = x
     else:
@@ -80,13 +121,15 @@ def operand(world: World, x: Any, what: str) -> Operand:
     size = memory.dtype.itemsize
     if any(s % size for s in memory.strides):
         raise InvalidArgument(f"{what}: strides {memory.strides} are no multiples of {size} bytes")
-    pointer = Pointer(memory.address, memory.dtype, (x, memory))
-    return Operand(pointer, memory.shape, tuple(s // size for s in memory.strides), (x, memory))
+    return Operand(
+        memory.address, memory.dtype, memory.shape, tuple(s // size for s in memory.strides),
+        (x, memory), writable=not (memory.readonly or memory.copied),
+    )  # fmt: skip
 
 
 def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: str) -> Operand:
     """`op` if it is contiguous and of the given shape and dtype, else an error that says so."""
-    if op.dtype != dtype:
+    if op.dtype is not dtype and op.dtype != dtype:
         raise DtypeError(f"{what} has dtype {op.dtype}, expected {dtype}")
     if op.shape != shape:
         raise InvalidArgument(f"{what} has shape {op.shape}, expected {shape}")
@@ -97,14 +140,26 @@ def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: st
 
 def check_output(world: World, out: Any, shape: tuple[int, ...], dtype: np.dtype) -> Operand:
     """`out` as an operand that can be written to."""
-    op = check_operand(operand(world, out, "out"), shape, dtype, "out")
-    memory = op.array[1] if isinstance(op.array, tuple) else None
-    if memory is not None and (memory.readonly or memory.copied):
+    op = operand(world, out, "out")
+    if op.shape != shape or op.dtype is not dtype or not op.contiguous:
+        check_operand(op, shape, dtype, "out")
+    if not op.writable:
         raise InvalidArgument("out is read-only; pass a writable array")
     return op
 
 
-def byte_units(*multiples: int) -> tuple[str, int]:
+def enter(world: World, stream: int, *operands: Operand) -> None:
+    """Work on `stream` is about to use the operands; what records a graph of it holds them."""
+    recording = world.recording
+    for op in operands:
+        op.enter(stream)
+        if recording is not None:
+            recording.keep(op.owner)
+            if op.block is not None:
+                recording.before_replay(op.block.enter)
+
+
+def byte_units(*multiples: int) -> tuple[np.dtype, int]:
     """How to move bytes whose sizes and addresses are all multiples of the given numbers.
 
     Data movement does not care for the element type. Returns the widest integer dtype, of 8 bytes
@@ -113,9 +168,28 @@ def byte_units(*multiples: int) -> tuple[str, int]:
     """
     unit = math.gcd(128, *multiples)
     width = min(unit, 8)
-    return f"i{width}", unit // width
+    return np.dtype(f"i{width}"), unit // width
 
 
 def elements(shape: Sequence[int]) -> int:
     """Number of elements of a shape."""
     return math.prod(shape)
+
+
+def flattened(a: Operand) -> tuple[int, int, int]:
+    """(rows, row stride, column stride) of `a` with its leading axes taken together.
+
+    Raises InvalidArgument when they cannot be walked with one stride.
+    """
+    *lead, _ = a.shape
+    if not lead:
+        raise InvalidArgument(f"a must have 2 or more axes (..., K), got shape {a.shape}")
+    # an axis of one element is not walked along: its stride says nothing
+    axes = [(n, s) for n, s in zip(lead, a.strides, strict=False) if n != 1]
+    for (_, outer), (n, inner) in itertools.pairwise(axes):
+        if outer != inner * n:
+            raise InvalidArgument(
+                f"a of shape {a.shape} and strides {a.strides} (elements) has leading axes that "
+                "do not lie behind one another; pass a contiguous array"
+            )
+    return elements(lead), axes[-1][1] if axes else a.shape[-1], a.strides[-1]

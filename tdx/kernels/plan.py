@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from tdx.kernels.operand import Operand, check_operand, check_output, operand
 from tdx.runtime import dtypes
 from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array
+from tdx.runtime.block import Block
 from tdx.runtime.config import config
 from tdx.runtime.errors import (
     Closed,
@@ -43,7 +44,10 @@ from tdx.runtime.signals import Channel, Site, make_channel
 from tdx.runtime.stream import order, stream_handle
 from tdx.runtime.world import World
 
-__all__ = ["Plan", "launch", "plain_shape", "posting_refusals"]
+if TYPE_CHECKING:
+    from tdx.runtime.graph import Graph
+
+__all__ = ["Plan", "check_algorithm", "plain_shape", "post_refusal"]
 
 # raised by one rank on its own
 _REFUSALS = (InvalidArgument, DtypeError, Unsupported, Closed, DriverError, HeapExhausted)
@@ -76,7 +80,7 @@ class Plan:
         """
         world.check()
         self.world, self.group = world, world.group(team)
-        self._sites: list[Site] = []
+        self._memory: list[Block] = []  # what its kernels use besides operands
         self._stream = 0
         shared: dict[str, Any] = {}
         with posting_refusals(world, self.group, self.operation):
@@ -89,6 +93,7 @@ class Plan:
         described = ", ".join(f"{name}={value}" for name, value in shared.items())
         self.call = f"{self.operation}({described})"
         agree(self.group, self.call)
+        self._usage = world.usage_of_plan(self.group, self.call)
 
     @contextlib.contextmanager
     def preparation(self) -> Iterator[None]:
@@ -100,19 +105,33 @@ class Plan:
         channels.barrier(f"{self.call} is ready", self.group.ranks)
 
     # ---- for the preparation
-    def workspace(self, name: str, shape: Sequence[int], dtype: Any) -> Array:
-        """A zeroed symmetric array outside the user's heap."""
-        site = self._site(name)
+    def workspace(
+        self, name: str, shape: Sequence[int], dtype: Any, words_per_rank: int = 0, steps: int = 1
+    ) -> Array:
+        """A zeroed symmetric array outside the user's heap.
+
+        Signals in it count the plan's calls, or the `steps` of each. `words_per_rank` tells to
+        which rank each belongs, for kernels that cannot: see Site.
+        """
+        site = Site(self.operation, name, self._usage, words_per_rank, steps)
         return self.world.allocate_runtime(self.group, tuple(shape), dtypes.resolve(dtype), site)
 
     def channel(self, blocks: int) -> Channel:
         """Signals for `blocks` blocks."""
-        return make_channel(self.world, self.group, blocks, self._site("channel"))
+        site = Site(self.operation, "channel", self._usage)
+        return make_channel(self.world, self.group, blocks, site)
 
-    def _site(self, name: str) -> Site:
-        site = Site(self.operation, name)
-        self._sites.append(site)
-        return site
+    def bind(
+        self, kernel: Any, grid: int, pointers: Sequence[Any], *args: Any, **constants: Any
+    ) -> Callable[..., None]:
+        """A kernel of `grid` blocks, compiled and loaded, so that calls do neither.
+
+        `pointers` are the dtypes of its leading parameters; `args` are all other run-time ones.
+        Returns `run(stream, *operands)`, with an operand for each leading parameter.
+        """
+        self._memory.extend(_blocks_of(args))
+        kinds = tuple(dtypes.resolve(dtype) for dtype in pointers)
+        return self.world.driver.bind(kernel, grid, kinds, args, constants)
 
     def result_buffer(self, shape: Sequence[int], dtype: Any, wanted: bool) -> Array | None:
         """What calls without `out` return, if the plan is to have it."""
@@ -120,32 +139,44 @@ class Plan:
             return None
         return self.world.empty(tuple(shape), dtype, symmetric=False, name=self.operation)
 
-    def blocks_for(self, tasks: int) -> int:
-        """How many blocks share `tasks` tasks so that all are resident and may wait."""
-        return max(1, min(tasks, self.world.driver.resident_blocks()))
+    def blocks_for(self, tasks: int, most: int | None = None) -> int:
+        """How many blocks, `most` at most, share `tasks` tasks: all are resident and may wait."""
+        resident = self.world.driver.resident_blocks()
+        usual = resident // 32 * 32 or resident  # arrays of usual sizes divide evenly
+        return max(1, min(tasks, resident, usual if most is None else most))
 
     # ---- for calls
     def begin(self, stream: Any, *operands: Operand) -> int:
         """Start a call: pending faults, stream order, bookkeeping. Returns the stream's handle."""
         world = self.world
         world.check()
-        handle = self.begin_stream(stream)
+        handle = world.driver.current_stream() if stream is None else stream_handle(stream)
+        if handle != self._stream:
+            self.begin_stream(handle)
         for op in operands:
-            op.enter(handle)
-        location = caller()
-        for site in self._sites:
-            site.calls += 1
-            site.location = location
+            block = op.block
+            if block is not None and block.last[0] != handle:
+                block.enter(handle)
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_globals["__name__"].startswith("tdx."):
+            frame = frame.f_back
+        usage = self._usage
+        usage.code, usage.line = frame.f_code, frame.f_lineno
         if world.recording is not None:
-            world.recording.keep(self, *(op.array for op in operands))
-            world.recording.before_replay(self.begin_stream)
-            for op in operands:
-                block = getattr(op.array, "_block", None)
-                if block is not None:
-                    world.recording.before_replay(block.enter)
-        elif config.debug:
+            self._record(world.recording, operands)
+            return handle
+        usage.add()
+        if config.debug:
             agree(self.group, self.call)
         return handle
+
+    def _record(self, recording: Graph, operands: Sequence[Operand]) -> None:
+        recording.keep(self, *(op.owner for op in operands))
+        recording.counts(self._usage)
+        recording.before_replay(self.begin_stream)
+        for op in operands:
+            if op.block is not None:
+                recording.before_replay(op.block.enter)
 
     def begin_stream(self, stream: Any) -> int:
         """The handle of `stream`, ordered after the plan's last call elsewhere."""
@@ -157,11 +188,16 @@ class Plan:
                     return handle  # what is recorded does not run now: the replay comes here again
                 order(driver, self._stream, handle)
             self._stream = handle
+            for block in self._memory:  # so that it is not reused before the plan's last call
+                block.stream = handle
         return handle
 
     def input(self, x: Any, shape: tuple[int, ...], dtype: np.dtype, what: str = "x") -> Operand:
         """Check an input against the plan: same shape and dtype, contiguous."""
-        return check_operand(operand(self.world, x, what), shape, dtype, what)
+        op = operand(self.world, x, what)
+        if op.shape == shape and op.dtype is dtype and op.contiguous:
+            return op
+        return check_operand(op, shape, dtype, what)
 
     def output(
         self, out: Any, buffer: Array | None, shape: tuple[int, ...], dtype: np.dtype
@@ -171,37 +207,26 @@ class Plan:
             raise InvalidArgument(f"{self.operation}: the plan has no buffer of its own; pass out=")
         return check_output(self.world, buffer if out is None else out, shape, dtype)
 
-    def launch(self, kernel: Any, grid: int, stream: int, *args: Any, **constants: Any) -> None:
-        """Run a kernel of `grid` blocks on the stream that `begin` returned."""
-        self.world.driver.launch(kernel, grid, stream, args, constants)
-
-
-def launch(
-    world: World, kernel: Any, grid: int, stream: Any, *args: Any,
-    uses: Sequence[Operand] = (), **constants: Any,
-) -> None:  # fmt: skip
-    """Run a kernel of `grid` blocks on `stream`, after the last use of the operands elsewhere."""
-    driver = world.driver
-    handle = driver.current_stream() if stream is None else stream_handle(stream)
-    for op in uses:
-        op.enter(handle)
-    driver.launch(kernel, grid, handle, args, constants)
-
 
 @contextlib.contextmanager
 def posting_refusals(world: World, group: Group, operation: str) -> Iterator[None]:
-    """When this rank refuses what it was given in the block, make its peers raise, not wait.
-
-    Errors that ranks raise together are not posted, nor is one error twice.
-    """
+    """When this rank refuses what it was given in the block, make its peers raise, not wait."""
     try:
         yield
     except _REFUSALS as error:
-        if not getattr(error, "posted", False) and not world.closed:
-            error.posted = True  # type: ignore[union-attr]
-            with contextlib.suppress(TdxError):
-                world.channels.agree(operation, error, members=group.ranks)
+        post_refusal(world, group, operation, error)
         raise
+
+
+def post_refusal(world: World, group: Group, operation: str, error: BaseException) -> None:
+    """Tell the peers that this rank refuses a call, once.
+
+    Errors that ranks raise together are not posted.
+    """
+    if isinstance(error, _REFUSALS) and not world.closed and not getattr(error, "posted", False):
+        error.posted = True  # type: ignore[union-attr]
+        with contextlib.suppress(TdxError):
+            world.channels.agree(operation, error, members=group.ranks)
 
 
 def plain_shape(shape: Any) -> tuple[int, ...]:
@@ -216,9 +241,18 @@ def plain_shape(shape: Any) -> tuple[int, ...]:
     return plain
 
 
-def caller() -> str:
-    """ "file:line" of the nearest frame outside tdx."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("tdx."):
-        frame = frame.f_back  # type: ignore[assignment]
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+def check_algorithm(operation: str, algorithm: Any, known: Sequence[str]) -> None:
+    """Raise InvalidArgument unless `algorithm` is None or one of `known`."""
+    if algorithm is not None and algorithm not in known:
+        raise InvalidArgument(
+            f"{operation}: algorithm={algorithm!r} is not one of {', '.join(known)}, or None"
+        )
+
+
+def _blocks_of(args: Iterable[Any]) -> Iterator[Block]:
+    """The blocks of the arrays among a kernel's arguments."""
+    for arg in args:
+        if isinstance(arg, Array):
+            yield arg._block
+        elif isinstance(arg, tuple):
+            yield from _blocks_of(arg)

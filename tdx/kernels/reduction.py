@@ -6,16 +6,77 @@ min propagate NaN. "avg" is the sum divided by the number of ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 import triton
 import triton.language as tl
 
+import tdx.language as tdl
+from tdx.kernels.select import power_of_two
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 
-__all__ = ["OPERATIONS", "check_types", "combine", "finish", "from_words", "to_words", "widen"]
+__all__ = [
+    "OPERATIONS",
+    "ReductionConfig",
+    "check_low_latency",
+    "check_types",
+    "combine",
+    "finish",
+    "from_words",
+    "mean",
+    "reduce_words",
+    "takes_low_latency",
+    "to_words",
+    "widen",
+]
 
+LOW_LATENCY_LIMIT_BYTES = 4 << 20
+LOW_LATENCY_LIMIT_RANKS = 16
 OPERATIONS = ("sum", "avg", "max", "min")
+
+
+@dataclass(frozen=True)
+class ReductionConfig:
+    """How a reduction runs; each operation has its own, with its algorithms.
+
+    Attributes
+    ----------
+    algorithm : str
+    block : int
+        Elements a block handles at a time, a power of two >= 2.
+    num_warps : int
+        Warps of a block, a power of two.
+    blocks : int, optional
+        Most blocks; None: as many as there are tasks for. Never more than are resident together.
+    steps : int, optional
+        Least number of pieces in which shards pass through the staging memory, for algorithms
+        that push shards; None: as few as the bound of that memory allows.
+    """
+
+    algorithm: str
+    block: int
+    num_warps: int = 8
+    blocks: int | None = None
+    steps: int | None = None
+
+    algorithms: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in self.algorithms:
+            raise InvalidArgument(
+                f"algorithm={self.algorithm!r} is not one of {', '.join(self.algorithms)}"
+            )
+        for name in ("block", "num_warps"):
+            value = getattr(self, name)
+            if value != power_of_two(value) or value < (2 if name == "block" else 1):
+                raise InvalidArgument(f"{name}={value} must be a power of two")
+        for name in ("blocks", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgument(f"{name}={value} must be None or at least 1")
 
 
 def check_types(
@@ -40,6 +101,31 @@ def check_types(
         raise DtypeError(f"{operation} of {dtype}: out_dtype {out} must be a float type")
 
 
+def takes_low_latency(nbytes: int, kinds: tuple[np.dtype, ...], ranks: int) -> bool:
+    """Whether data-and-flag words take inputs of `nbytes` and the types that travel."""
+    small = nbytes <= LOW_LATENCY_LIMIT_BYTES and ranks <= LOW_LATENCY_LIMIT_RANKS
+    return small and all(kind.itemsize in (2, 4) for kind in kinds)
+
+
+def check_low_latency(
+    operation: str, algorithm: str, nbytes: int, kinds: tuple[np.dtype, ...], ranks: int
+) -> None:
+    """Raise unless `takes_low_latency`."""
+    if takes_low_latency(nbytes, kinds, ranks):
+        return
+    for kind in kinds:
+        if kind.itemsize not in (2, 4):
+            raise Unsupported(
+                f"{operation}: {algorithm} takes types of 2 and 4 bytes, not {kind}; use another "
+                "algorithm"
+            )
+    raise InvalidArgument(
+        f"{operation}: {algorithm} takes up to {LOW_LATENCY_LIMIT_BYTES} bytes and "
+        f"{LOW_LATENCY_LIMIT_RANKS} ranks, not {nbytes} bytes on {ranks} ranks; use another "
+        "algorithm"
+    )
+
+
 @triton.jit
 def widen(x):
     """Values in the type they are accumulated in."""
@@ -61,16 +147,23 @@ def combine(total, value, OP: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    total, out, bias, residual, offsets, mask, columns, ranks,
-    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Divide, add bias and residual, round once and store."""
+def mean(total, ranks, OP: tl.constexpr):
+    """What is left to do when all ranks are combined: divide, for "avg"."""
     if OP == "avg":
         if total.dtype == tl.float64:
             total = total / ranks.to(tl.float64)
         else:
             total = tl.div_rn(total, ranks.to(tl.float32) + tl.zeros_like(total))
+    return total
+
+
+@triton.jit
+def finish(
+    total, out, bias, residual, offsets, mask, columns, ranks,
+    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Divide, add bias and residual, round once and store."""
+    total = mean(total, ranks, OP)
     if HAS_BIAS:
         total = total + tl.load(bias + offsets % columns, mask=mask).to(total.dtype)
     if HAS_RESIDUAL:
@@ -100,3 +193,17 @@ def from_words(words, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     else:
         values = words
     return values
+
+
+@triton.jit
+def reduce_words(
+    own, words, world, DTYPE: tl.constexpr, OP: tl.constexpr, RANKS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Reduce what `load_ll_all` returned, and the own words, in rank order; not rounded."""
+    me = tdl.rank(world)
+    total = widen(from_words(tl.where(me == 0, own, words[0]), DTYPE, PAIRS))
+    for peer in tl.static_range(1, RANKS):
+        value = from_words(tl.where(me == peer, own, words[peer]), DTYPE, PAIRS)
+        total = combine(total, widen(value), OP)
+    return total

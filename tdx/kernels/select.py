@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = [
     "CONSTANTS",
+    "COSTS",
+    "MOVEMENT",
+    "STAGING_BYTES",
     "Constants",
+    "Cost",
+    "Movement",
     "block_bytes",
     "block_elements",
+    "broadcast_round_bytes",
+    "cheapest",
     "constants",
+    "gather_algorithm",
     "low_latency_elements",
+    "low_latency_words",
+    "movement_algorithm",
     "power_of_two",
+    "push_block",
+    "push_tile",
+    "row_block",
+    "shard_block",
     "tile_for",
 ]
 
@@ -22,10 +38,8 @@ class Constants:
 
     Attributes
     ----------
-    low_latency_bytes : int
-        Largest all-reduce input for which data and flag in one word is chosen.
     low_latency_bytes_per_block : int
-        What a block handles at a time then.
+        What a block handles at a time where data and flag share words.
     block_elements : tuple[int, int]
         Fewest and most elements a block of an elementwise kernel handles at a time.
     blocks : int
@@ -42,7 +56,6 @@ class Constants:
         Pieces in which a rank's part is gathered beside a matmul.
     """
 
-    low_latency_bytes: int
     low_latency_bytes_per_block: int
     block_elements: tuple[int, int]
     blocks: int
@@ -56,9 +69,88 @@ class Constants:
 # A GPU's tile of 128 x 128 x 128 bytes takes 32 KiB of shared memory a stage.
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
-    "host": Constants(16 << 10, 1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 1, 2, 1, 1),
-    "cuda": Constants(256 << 10, 1 << 10, (1024, 4096), 128, (128, 128, 128), 3, 1 << 10, 16, 8),
-    "hip": Constants(256 << 10, 1 << 10, (1024, 4096), 128, (128, 128, 128), 2, 1 << 10, 16, 8),
+    "host": Constants(1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 1, 2, 1, 1),
+    "cuda": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 3, 1 << 10, 16, 8),
+    "hip": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 2, 1 << 10, 16, 8),
+}
+
+
+STAGING_BYTES = 64 << 20  # most memory of a plan for slots that large arrays pass through
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a reduction costs: `us` microseconds, and one for each `bytes_per_us` bytes sent."""
+
+    us: float
+    bytes_per_us: float
+
+
+# Of 4 x H200 with NVLink (18 links each) in a graph, bfloat16; of 4 ranks on 2 cores.
+_H200 = {
+    "low_latency": Cost(2.4, 320e3),
+    "low_latency_two_shot": Cost(4.5, 320e3),
+    "one_shot": Cost(6.5, 270e3),
+    "two_shot": Cost(7.4, 360e3),
+    "push": Cost(5.0, 350e3),
+}
+COSTS: dict[str, dict[str, Cost]] = {
+    "cuda": _H200,
+    "hip": _H200,  # not measured
+    "host": {
+        "low_latency": Cost(4e3, 50),
+        "low_latency_two_shot": Cost(9e3, 50),
+        "one_shot": Cost(3e3, 100),
+        "two_shot": Cost(9e3, 100),
+        "push": Cost(4e3, 100),
+    },
+}
+
+
+def cheapest(backend: str, sent: Mapping[str, float]) -> str:
+    """The algorithm that takes least time, of those for which `sent` has the bytes a rank sends."""
+    costs = COSTS[backend]
+    return min(sent, key=lambda name: costs[name].us + sent[name] / costs[name].bytes_per_us)
+
+
+@dataclass(frozen=True)
+class Movement:
+    """Limits of operations that move data, of one architecture.
+
+    Attributes
+    ----------
+    low_latency_bytes : int
+        Largest block for one rank that travels as words of data and flag.
+    gather : str
+        All-gather algorithm of larger sizes.
+    copy_engine_bytes : int
+        Bytes a rank from which copy engines gather, if results stay in the plan's own buffer.
+    push_shapes : tuple of (int, int, int)
+        (bytes for a peer, bytes a block handles at a time, warps) of kernels that push to peers:
+        the first entry that is large enough counts. Empty: as `block_bytes` says.
+    meeting_bytes : int
+        What a link carries while all ranks meet once.
+    broadcast_rounds : tuple[int, int]
+        Fewest and most bytes of a round of a pipelined broadcast, powers of two from 128 on. Its
+        staging takes three.
+    """
+
+    low_latency_bytes: int
+    gather: str
+    copy_engine_bytes: int
+    push_shapes: tuple[tuple[int, int, int], ...]
+    meeting_bytes: int
+    broadcast_rounds: tuple[int, int] = (64 << 10, 16 << 20)
+
+
+_NEVER = 1 << 62
+# measured on four H200: small blocks until all multiprocessors have one, then large ones
+_PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
+
+MOVEMENT: dict[str, Movement] = {
+    "host": Movement(16 << 10, "pull", _NEVER, (), 16 << 20),
+    "cuda": Movement(256 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20),
+    "hip": Movement(256 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20),
 }
 
 
@@ -80,9 +172,90 @@ def low_latency_elements(backend: str, numel: int, itemsize: int) -> int:
     return min(most, block_elements(backend, numel))
 
 
+def shard_block(
+    backend: str, shard: int, itemsize: int, ranks: int, passes_on: bool = True
+) -> tuple[int, int]:
+    """Elements a block handles at a time, and its warps, where shards of `shard` are pushed.
+
+    `passes_on`: results are pushed as well.
+    """
+    if backend == "host":
+        return block_elements(backend, shard), 8
+    wave = 64 if backend == "hip" else 32
+    if not passes_on and itemsize <= 2 and ranks <= 4 and shard >= 4 << 20:
+        return 16 << 10, 1024 // wave
+    # a thread has the pieces of all ranks in its registers
+    most = (8 << 10 if ranks <= 4 else 4 << 10) if itemsize <= 2 else (8 << 10) // itemsize
+    spread = power_of_two(-(-shard // 128))
+    block = min(most, max((4 << 10) // itemsize, spread))
+    threads = 512 if block == most else 256
+    return block, threads // wave
+
+
+def row_block(
+    backend: str, columns: int, itemsize: int, ranks: int, words: bool
+) -> tuple[int, int]:
+    """Elements of a row that a block handles at a time, and its warps; `words`: with flags."""
+    whole = max(2, power_of_two(columns))
+    if backend == "host":
+        return whole, 8
+    # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or 2 words
+    many = words and ranks > 4  # the words of so many ranks need the registers of two threads
+    threads = 256 if many or columns * itemsize <= 4 << 10 else 512
+    piece = (8 if words else 32) // (1 if ranks <= 4 else 2)
+    return min(whole, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
+
+
 def block_bytes(backend: str, nbytes: int) -> int:
     """The same for a kernel that moves bytes in words of up to 8."""
     return 8 * block_elements(backend, -(-nbytes // 8))
+
+
+def low_latency_words(backend: str, words: int) -> int:
+    """The same for movement by data-and-flag words, in words of 4 bytes of data."""
+    return min(constants(backend).low_latency_bytes_per_block // 2, block_elements(backend, words))
+
+
+def push_block(backend: str, nbytes: int) -> tuple[int, int]:
+    """Bytes a block of a kernel that pushes `nbytes` to a peer handles at a time, and its warps."""
+    for most, block, warps in MOVEMENT[backend].push_shapes:
+        if nbytes <= most:
+            return block, warps
+    return block_bytes(backend, nbytes), 8
+
+
+def push_tile(backend: str, nbytes: int, warps: int, width: int) -> dict[str, int]:
+    """How a kernel of so many warps moves `nbytes` at a time in words of `width` bytes.
+
+    Every word takes a register whatever its width, so narrow ones are moved in GROUP steps.
+    """
+    most = nbytes // width if backend == "host" else 256 * warps
+    block = min(nbytes // width, most)
+    return {"BLOCK": block, "GROUP": nbytes // width // block, "num_warps": warps}
+
+
+def movement_algorithm(backend: str, nbytes: int, ranks: int, large: str) -> str:
+    """How blocks of `nbytes` go from rank to rank: "low_latency", or else `large`."""
+    small = nbytes <= MOVEMENT[backend].low_latency_bytes
+    return "low_latency" if small and ranks <= 16 else large
+
+
+def gather_algorithm(backend: str, nbytes: int, ranks: int, own_buffer: bool) -> str:
+    """How `nbytes` of every rank are gathered; `own_buffer`: results stay in the plan's buffer."""
+    limits = MOVEMENT[backend]
+    large = "copy_engine" if own_buffer and nbytes >= limits.copy_engine_bytes else limits.gather
+    return movement_algorithm(backend, nbytes, ranks, large)
+
+
+def broadcast_round_bytes(backend: str, nbytes: int) -> int:
+    """Bytes of a round of a pipelined broadcast, a power of two.
+
+    Rounds of c bytes take (nbytes / c + 1) * (c / bandwidth + meeting) altogether, which is least
+    at c = sqrt(nbytes * meeting * bandwidth).
+    """
+    fewest, most = MOVEMENT[backend].broadcast_rounds
+    best = math.isqrt(nbytes * MOVEMENT[backend].meeting_bytes)
+    return min(most, max(fewest, power_of_two(best)))
 
 
 def tile_for(backend: str, m: int, n: int, k: int, itemsize: int) -> tuple[int, int, int]:

@@ -174,6 +174,7 @@ def _spin_text(ranks: int, words: int, inputs: list[str]) -> str:
             lines.append(f"add.s64 at{p}, at{p - 1}, {stride};")
         lines.append(f"and.b32 bit, {active}, {1 << p}; setp.ne.u32 want{p}, bit, 0;")
     lines += [f"mov.u64 ${i}, 0;" for i in range(count)]
+    lines.append(f"setp.ne.u32 miss, 0, 0; setp.eq.u32 more, {active}, 0; @more bra DONE;")
     lines.append("POLL: setp.ne.u32 miss, 0, 0;")
     width = "v2.b64" if words == 2 else "b64"
     for p in range(ranks):
@@ -185,7 +186,7 @@ def _spin_text(ranks: int, words: int, inputs: list[str]) -> str:
     lines += [
         f"add.u32 polls, polls, 1; setp.lt.u32 more, polls, {_SPINS};",
         "and.pred more, more, miss; @more bra POLL;",
-        f"selp.u32 ${count}, 1, 0, miss; }}",
+        f"DONE: selp.u32 ${count}, 1, 0, miss; }}",
     ]
     return "\n".join(lines)
 

@@ -10,7 +10,8 @@ A notifier stores data into a peer's heap, then notifies; the peer waits, then r
 
 Values should only grow (`tdl.epoch` counts): a waiter that looks late then still sees enough, and
 nothing needs resetting, also when a CUDA graph is replayed. `ge` compares by signed 32-bit
-difference, so that a counter may wrap around.
+difference, so that a counter may wrap around; a signal must then never be 2**31 behind what is
+waited for, so set those that count calls in every call.
 
 All functions here are executed by the whole program: every thread must reach them, outside of
 divergent control flow and of warp-specialised regions.
@@ -143,8 +144,9 @@ def store_ll(ptr, value, flag, peer, world, mask=True):
         bytes two consecutive words, of which the first is 16-byte aligned.
     value : scalar or block of a 4- or 8-byte type
     flag : int or scalar
-        32-bit value that the words did not hold before, in practice an epoch. Never 0 in memory
-        that starts zeroed.
+        32-bit value that the words do not hold, in practice an epoch. Zeroed memory holds 0, and an
+        epoch comes to 0 after 2**32 calls: write all words that are read in each call of their
+        slot, and what they hold is two calls old.
     peer : int or scalar
         Rank of `world`, the own one included.
     world : handle
@@ -287,7 +289,8 @@ def load_ll_all(
                 high = tl.where(missing != 0, again[p * count + 1], found[p * count + 1])
                 value = _low(low) | (high << 32)
             values = values + (value.to(dtype, bitcast=True),)  # noqa: RUF005 - Triton has no star
-        ok = settled != 0
+        # a sender that has given up may have gone on and written the words again in between
+        ok = (settled != 0) & (again[ranks * count] == 0)
     else:
         ok = as_tensor(mask).to(tl.int1)
         for p in tl.static_range(ranks):
@@ -298,6 +301,20 @@ def load_ll_all(
             values = values + (value,)  # noqa: RUF005
             ok = ok & there
     return values, ok
+
+
+@triton.jit
+def no_fault(world):
+    """Whether no fault stands, a scalar int1, the same in every thread of the program.
+
+    For what a kernel stores for its peers before its first wait: where an earlier call of the rank
+    gave up, a peer may only now come to that call, and must not find data of a later one.
+    """
+    if is_host():
+        clear = host.no_fault(world.control)
+    else:
+        clear = _all_lanes(device_call("tdx_fault", "i64", "i64", (world.control,)) == 0)
+    return clear
 
 
 @triton.jit

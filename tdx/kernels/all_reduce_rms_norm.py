@@ -1,0 +1,304 @@
+"""All-reduce and RMS norm in one kernel: h = sum of all ranks' x + bias + residual, y = norm(h).
+
+    y = h / sqrt(mean(h ** 2) + eps) * weight, over the last axis, on every rank
+
+A row is handled by one block, so that its mean needs no other. W ranks, S bytes each:
+
+one_shot     Each rank copies x into a symmetric slot, all meet block by block, and each reads the
+             rows of all ranks and normalises all of them. (W - 1) * S bytes in, one hop and one
+             meeting; two slots in turn (see all_reduce.py).
+low_latency  The same by pushed words of data and flag: 2 * (W - 1) * S bytes out, no meeting. Up
+             to 16 ranks and 4 MiB.
+two_shot     Rank r adds the rows of shard r and pushes h to all, who normalise all rows:
+             2 * (W - 1) / W * S bytes out, two hops, as many bytes as the all-reduce alone. Pushes,
+             steps and slots are those of two_shot.py.
+
+h is accumulated in float32 from rank 0 upwards, then bias, then residual, and rounded once to the
+type of x: its bits are those of all_reduce(x, bias=, residual=). The norm is that of the rounded h,
+as if it were a second operation. The sum of squares and all else is float32, y is rounded once.
+Every rank gets the same bits, and for one Config every run.
+
+Ordering: when the operation is complete on a rank's stream, no peer reads its operands.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from tdx.kernels.call import Call
+from tdx.kernels.copying import VECTOR, padded
+from tdx.kernels.operand import elements
+from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.reduction import ReductionConfig, check_low_latency, takes_low_latency
+from tdx.kernels.rms_norm_kernels import low_latency_kernel, one_shot_kernel, two_shot_kernel
+from tdx.kernels.select import STAGING_BYTES, cheapest, constants, row_block
+from tdx.runtime import dtypes
+from tdx.runtime.errors import DtypeError, InvalidArgument
+from tdx.runtime.group import Group
+from tdx.runtime.world import World
+
+__all__ = ["AllReduceRmsNorm", "Config", "all_reduce_rms_norm"]
+
+_DTYPES = ("float16", "bfloat16", "float32")
+_MOST_COLUMNS = 1 << 16  # a block holds a row in its registers
+
+
+@dataclass(frozen=True)
+class Config(ReductionConfig):
+    """How it runs: see tdx.kernels.reduction.ReductionConfig. Pins the bits of the norm.
+
+    `algorithm` is "low_latency", "one_shot" or "two_shot"; `block` counts elements of a row.
+    """
+
+    algorithms: ClassVar[tuple[str, ...]] = ("low_latency", "one_shot", "two_shot")
+
+
+class AllReduceRmsNorm(Plan):
+    """An all-reduce and RMS norm of one shape and dtype, ready to be called.
+
+    Parameters
+    ----------
+    world : World
+    shape, dtype
+        Of every rank's input: (..., N) with N up to 65536; float16, bfloat16 or float32.
+    bias, residual : bool
+        Whether calls pass a vector of N elements, or an array of the input's shape.
+    eps : float
+        Finite and >= 0.
+    algorithm : {"low_latency", "one_shot", "two_shot"}, optional
+    config : Config, optional
+        Overrides the choice altogether.
+    team : Team, optional
+    buffer : bool
+        Whether the plan has result buffers, for calls without `out`.
+
+    Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted.
+    """
+
+    operation = "all_reduce_rms_norm"
+
+    def __init__(
+        self,
+        world: World,
+        shape: Any,
+        dtype: Any,
+        *,
+        bias: bool = False,
+        residual: bool = False,
+        eps: float = 1e-6,
+        algorithm: str | None = None,
+        config: Config | None = None,
+        team: Group | None = None,
+        buffer: bool = True,
+    ):
+        with self.agreement(world, team) as shared:
+            self.shape, self.dtype = plain_shape(shape), dtypes.resolve(dtype)
+            self._has_bias, self._has_residual = bias, residual
+            self._check(eps)
+            self._columns = self.shape[-1]
+            self._rows = elements(self.shape[:-1])
+            check_algorithm(self.operation, algorithm, Config.algorithms)
+            if config is not None and not isinstance(config, Config):
+                raise InvalidArgument(
+                    f"config must be an all_reduce_rms_norm Config, got {config!r}"
+                )
+            size = self.group.size
+            self.config = config or choose(
+                world.backend, self._rows, self._columns, self.dtype, size, algorithm
+            )
+            if self.config.algorithm == "low_latency":
+                nbytes = _word_bytes(self._rows, self._columns, self.dtype)
+                check_low_latency(self.operation, "low_latency", nbytes, (self.dtype,), size)
+            shared.update(
+                shape=self.shape, dtype=self.dtype, bias=bias, residual=residual, eps=float(eps),
+                config=self.config,
+            )  # fmt: skip
+        with self.preparation():
+            self._out = self.result_buffer(self.shape, self.dtype, buffer)
+            self._kept = self.result_buffer(self.shape, self.dtype, buffer and residual)
+            if self._rows and self._columns:
+                self._run = self._bind(float(eps))
+
+    def _check(self, eps: float) -> None:
+        if self.dtype.name not in _DTYPES:
+            raise DtypeError(
+                f"{self.operation} does not take {self.dtype}; it takes {', '.join(_DTYPES)}"
+            )
+        if not self.shape or self.shape[-1] > _MOST_COLUMNS:
+            raise InvalidArgument(
+                f"{self.operation}: x needs a last axis of at most {_MOST_COLUMNS} elements, got "
+                f"shape {self.shape}; use all_reduce, then a norm"
+            )
+        if not isinstance(eps, (int, float)) or not (eps >= 0 and math.isfinite(eps)):
+            raise InvalidArgument(f"eps={eps!r} must be a finite number >= 0")
+
+    def _bind(self, eps: float) -> Any:
+        """Workspaces and the kernel."""
+        config, ranks, kind = self.config, self.group.size, self.dtype
+        rows, columns = self._rows, self._columns
+        special: dict[str, Any] = {}
+        slots: tuple[Any, ...]
+        sizes: tuple[int, ...]
+        kernel: Any
+        tasks = rows
+        if config.algorithm == "one_shot":
+            kernel, sizes = one_shot_kernel, (padded(rows * columns),)
+            slots = (self.workspace("slots", (2 * sizes[0] * VECTOR,), kind),)
+        elif config.algorithm == "low_latency":
+            kernel, sizes = low_latency_kernel, (_row_vectors(columns, kind),)
+            words = 2 * ranks * rows * sizes[0] * VECTOR
+            slots = (self.workspace("slots", (words,), np.int64),)
+            special["PAIRS"] = kind.itemsize == 2
+        else:
+            kernel, sizes = two_shot_kernel, self._steps()
+            _, tasks, steps = sizes
+            special["SLOTS"] = 2 if steps == 1 else 4  # see shards.py
+            places = (special["SLOTS"] * ranks * tasks * columns,)
+            slots = tuple(self.workspace(name, places, kind) for name in ("shards", "results"))
+        blocks = self.blocks_for(tasks, config.blocks)
+        if config.algorithm == "two_shot":
+            words = blocks * 2 * ranks
+            slots += (self.workspace("signals", (words,), np.int32, steps=sizes[-1]),)
+        return self.bind(
+            kernel, blocks, (kind,) * 6, *slots, self.channel(blocks), self.group.handle,
+            rows, columns, *sizes, EPS=eps, HAS_BIAS=self._has_bias,
+            HAS_RESIDUAL=self._has_residual, RANKS=ranks, PIECES=-(-columns // config.block),
+            EVEN=columns % 16 == 0, BLOCK=config.block, num_warps=config.num_warps, **special,
+            enable_fp_fusion=False,  # a contracted product and sum would round once less
+        )  # fmt: skip
+
+    def _steps(self) -> tuple[int, int, int]:
+        """Rows of a shard, rows of it that go in a step, and steps; see shards.Steps."""
+        shard = -(-self._rows // self.group.size)
+        slot_bytes = 2 * self.group.size * shard * self._columns * self.dtype.itemsize
+        count = 1 if 2 * slot_bytes <= STAGING_BYTES else -(-4 * slot_bytes // STAGING_BYTES)
+        step = -(-shard // max(count, self.config.steps or 1))
+        return shard, step, -(-shard // step)
+
+    def __call__(
+        self,
+        x: Any,
+        weight: Any,
+        out: Any = None,
+        residual_out: Any = None,
+        stream: Any = None,
+        *,
+        bias: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Queue the operation: returns `out`, with a residual the pair (out, residual_out).
+
+        The plan's own buffers, overwritten by its next call, stand in for what is None. Each result
+        may be `x` or `residual`, but they must be two arrays.
+        """
+        op = self.input(x, self.shape, self.dtype)
+        scale = self.input(weight, (self._columns,), self.dtype, "weight")
+        if (bias is not None) != self._has_bias or (residual is not None) != self._has_residual:
+            raise InvalidArgument(
+                f"{self.operation}: the plan was made with bias={self._has_bias}, "
+                f"residual={self._has_residual}; pass just those"
+            )
+        to = kept = self.output(out, self._out, self.shape, self.dtype)
+        vector = whole = op  # stand in for what there is not
+        if bias is not None:
+            vector = self.input(bias, (self._columns,), self.dtype, "bias")
+        if residual is not None:
+            whole = self.input(residual, self.shape, self.dtype, "residual")
+            kept = self.output(residual_out, self._kept, self.shape, self.dtype)
+            if kept.address == to.address and self._rows * self._columns:
+                raise InvalidArgument(f"{self.operation}: out and residual_out are one array")
+        elif residual_out is not None:
+            raise InvalidArgument(f"{self.operation}: residual_out needs a residual")
+        handle = self.begin(stream, op, to, kept, scale, vector, whole)
+        if self._rows and self._columns:
+            self._run(handle, op, to, kept, scale, vector, whole)
+        result = self._out if out is None else out
+        if not self._has_residual:
+            return result
+        return result, self._kept if residual_out is None else residual_out
+
+
+def _row_vectors(columns: int, dtype: np.dtype) -> int:
+    """Words of a row, in units of VECTOR."""
+    return padded(-(-columns * dtype.itemsize // 4))
+
+
+def _word_bytes(rows: int, columns: int, dtype: np.dtype) -> int:
+    """Bytes of data that the words of all rows hold."""
+    return 4 * rows * _row_vectors(columns, dtype) * VECTOR
+
+
+def choose(
+    backend: str, rows: int, columns: int, dtype: np.dtype, ranks: int, algorithm: str | None = None
+) -> Config:
+    """The algorithm, unless given, and its tile."""
+    if algorithm is None:
+        sent = {"one_shot": 0.0}
+        if ranks > 1:
+            whole = (ranks - 1) * rows * columns * dtype.itemsize
+            words = _word_bytes(rows, columns, dtype)
+            sent = {"one_shot": whole, "two_shot": 2 * whole / ranks}
+            if takes_low_latency(words, (dtype,), ranks):
+                sent["low_latency"] = 2 * (ranks - 1) * words
+        algorithm = cheapest(backend, sent)
+    with_flags = algorithm == "low_latency"
+    block, warps = row_block(backend, columns, dtype.itemsize, ranks, with_flags)
+    return Config(algorithm, block, warps, blocks=constants(backend).blocks)
+
+
+def all_reduce_rms_norm(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    residual: Any = None,
+    eps: float = 1e-6,
+    out: Any = None,
+    residual_out: Any = None,
+    algorithm: str | None = None,
+    team: Group | None = None,
+    stream: Any = None,
+) -> Any:
+    """RMS norm of h = (sum of every rank's `x`) + bias + residual. Collective over `team`.
+
+    y = h / sqrt(mean(h ** 2) + eps) * weight over the last axis.
+
+    Parameters
+    ----------
+    x : tdx array, or any array of NumPy or a DLPack producer
+        (..., N): float16, bfloat16 or float32, N <= 65536; same shape and dtype on every rank.
+    weight : array
+        (N,) of the type of x.
+    bias, residual : arrays, optional
+        (N,) and x.shape, of the type of x, the same values on every rank: which rank's are added
+        depends on the algorithm.
+    eps : float
+    out, residual_out : arrays, optional
+        Where the results go; each may be `x` or `residual`, residual_out only with a residual.
+    algorithm : {"low_latency", "one_shot", "two_shot"}, optional
+    team, stream : optional
+        As in all_reduce.
+
+    Returns y, or with a residual (y, h): h, rounded to the type of x, is the next residual. In the
+    caller's own framework, fresh unless given. Every rank gets the same bits.
+
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
+    pending fault.
+    """
+    call = Call("all_reduce_rms_norm", x, weight, out, residual_out, team=team, stream=stream)
+    with call:
+        source, scale = call.operand(x, "x"), call.operand(weight, "weight")
+        vector, whole = call.optional(bias, "bias"), call.optional(residual, "residual")
+        plan = call.plan(
+            AllReduceRmsNorm, source.shape, source.dtype, bias=bias is not None,
+            residual=residual is not None, eps=eps, algorithm=algorithm,
+        )  # fmt: skip
+        target = call.target(out, plan.shape, plan.dtype)
+        kept = residual_out
+        if residual is not None:
+            kept = call.target(residual_out, plan.shape, plan.dtype)
+        plan(source, scale, target, kept, bias=vector, residual=whole, stream=call.stream)
+    return call.finish(target if residual is None else (target, kept))

@@ -1,0 +1,362 @@
+"""Matrix product and all-reduce in one kernel: C = act(sum over ranks of A . B, + bias) on all.
+
+Every rank multiplies its A (M, K_local) by its B (K_local, N). Persistent blocks compute partial
+tiles and push each to the rank that owns it as soon as it is finished, with a signal:
+
+two_shot  Each tile has one owner. A rank computes the next ranks' tiles first and its own last,
+          then adds the partials of its own tiles as they arrive, in rank order, pushes the finished
+          tiles to all, and takes what the other owners push: 2 * (W - 1) / W * M * N elements out,
+          two hops.
+one_shot  Every rank owns every tile: it pushes its partials to all and adds all ranks' itself.
+          (W - 1) * M * N elements out, one hop, for the few rows of decoding.
+
+Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for one
+Config are the same on every run, rank and for both algorithms: each partial is one block's sum over
+K, rounded once, and the ranks' partials are added in float32 from rank 0 upwards. No atomics.
+
+Ordering: places for partials are used in turn by calls' parity. A rank in call n + 2 has finished
+call n + 1, for which every owner of a tile had left call n. One place is enough for finished tiles:
+an owner has then a partial of this call from every rank, all of which have left the call before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+import tdx.language as tdl
+from tdx.kernels.call import Call
+from tdx.kernels.matmul import (
+    Config,
+    Epilogue,
+    check_bias,
+    check_product,
+    choose,
+    finish_tile,
+    grouped_tile,
+    known,
+    known_strides,
+    no_scales,
+    tile_product,
+)
+from tdx.kernels.operand import elements, flattened, operand
+from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.select import cheapest, constants
+from tdx.runtime import dtypes
+from tdx.runtime.errors import DtypeError, InvalidArgument
+from tdx.runtime.group import Group
+from tdx.runtime.world import World
+
+__all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
+
+ALGORITHMS = ("one_shot", "two_shot")
+_FEW_ROWS = 128  # of decoding: tiles are narrow, so that there is one for each multiprocessor
+_SIZES = [
+    "owned", "rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
+]  # fmt: skip
+
+
+@triton.jit
+def _place(row, col, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
+    """Where the elements of a tile are in a buffer of tiles, and which are in the matrix."""
+    rm = tl.arange(0, BM)
+    rn = tl.arange(0, BN)
+    inside = (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN)
+    return rm[:, None] * BN + rn[None, :], inside
+
+
+@triton.jit
+def _store(c, value, row, col, columns, mask, BM: tl.constexpr, BN: tl.constexpr):
+    """Store a tile of the result."""
+    c_tile = c + tl.cast(row, tl.int64) * BM * columns + tl.cast(col, tl.int64) * BN
+    at = tl.arange(0, BM)[:, None] * columns + tl.arange(0, BN)[None, :]
+    tl.store(c_tile + at, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def fused_kernel(
+    a, b, c, bias, partials, results, arrived, finished, channel, world, owned,
+    rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, EVEN: tl.constexpr, RANKS: tl.constexpr,
+    ONE_SHOT: tl.constexpr,
+):  # fmt: skip
+    """Push partials, reduce the own tiles and push them, take the others'.
+
+    Rank r owns tiles r * owned to (r + 1) * owned - 1 in grouped order; ONE_SHOT: all of them.
+    `arrived` counts calls for each rank and own tile, `finished` for each tile.
+    """
+    columns = known(columns, EVEN)
+    depth = known(depth, EVEN)
+    stride_am, stride_ak = known_strides(stride_am, stride_ak, A_UNIT, EVEN)
+    stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
+    TILE: tl.constexpr = BM * BN
+    me = tdl.rank(world)
+    number = tdl.epoch(channel)
+    tiles_m = tl.cdiv(rows, BM)
+    tiles_n = tl.cdiv(columns, BN)
+    tiles = tiles_m * tiles_n
+    stride = tl.cast(owned, tl.int64) * TILE  # from one rank's partials to the next one's
+    slots = partials + (number & 1) * RANKS * stride
+    begin = 0 if ONE_SHOT else ((me + 1) % RANKS) * owned
+    begin = tl.where(begin < tiles, begin, 0)  # the last ranks may own nothing
+    for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        tile = (begin + index) % tiles
+        row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        total = tile_product(
+            a, b, row, col, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
+            BM, BN, BK, PRECISION,
+        )  # fmt: skip
+        at, inside = _place(row, col, rows, columns, BM, BN)
+        value = total.to(partials.dtype.element_ty)
+        to = slots + me * stride + (tile % owned).to(tl.int64) * TILE
+        signal = arrived + me * owned + tile % owned
+        if ONE_SHOT:
+            for hop in range(1, RANKS + 1):
+                peer = (me + hop) % RANKS
+                tl.store(tdl.symm_at(to, peer, world) + at, value, mask=inside)
+                tdl.notify(signal, peer, world, number)
+        else:
+            owner = tile // owned
+            tl.store(tdl.symm_at(to, owner, world) + at, value, mask=inside)
+            tdl.notify(signal, owner, world, number)
+    first = 0 if ONE_SHOT else me * owned
+    for local in range(tl.program_id(0), tl.minimum(owned, tiles - first), tl.num_programs(0)):
+        tile = first + local
+        row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        at, inside = _place(row, col, rows, columns, BM, BN)
+        part = slots + tl.cast(local, tl.int64) * TILE
+        ok = tdl.wait(arrived + local, world, number, peer=0)
+        total = tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
+        for peer in range(1, RANKS):
+            ok = tdl.wait(arrived + peer * owned + local, world, number, peer=peer) & ok
+            part += stride
+            total += tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
+        total = finish_tile(total, bias, col, columns, BN, HAS_BIAS, ACTIVATION)
+        value = total.to(c.dtype.element_ty)
+        if not ONE_SHOT:
+            to = results + tl.cast(tile, tl.int64) * TILE
+            for hop in range(1, RANKS):
+                peer = (me + hop) % RANKS
+                tl.store(tdl.symm_at(to, peer, world) + at, value, mask=inside & ok)
+                tdl.notify(finished + tile, peer, world, number, when=ok)
+        _store(c, value, row, col, columns, inside & ok, BM, BN)
+    if not ONE_SHOT:
+        for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            tile = (begin + index) % tiles
+            owner = tile // owned
+            if owner != me:
+                row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+                at, inside = _place(row, col, rows, columns, BM, BN)
+                ok = tdl.wait(finished + tile, world, number, peer=owner)
+                source = results + tl.cast(tile, tl.int64) * TILE
+                value = tl.load(source + at, mask=inside & ok)
+                _store(c, value, row, col, columns, inside & ok, BM, BN)
+
+
+class MatmulAllReduce(Plan):
+    """A matrix product and all-reduce of one shape and dtype, ready to be called.
+
+    Parameters
+    ----------
+    world : World
+    shape_a, shape_b : tuple
+        (..., K_local) and (K_local, N) of this rank, any extents. All but K_local are the same on
+        every rank. (Ranks must make plans together: with the one-line function, all change their
+        shapes in the same call.)
+    dtype
+        float16, bfloat16 or float32.
+    partial_dtype : {None, "float32"}
+        In what partial sums travel; None: the output's dtype.
+    algorithm : {"one_shot", "two_shot"}, optional
+    bias, activation, out_dtype, allow_tf32, config, team, buffer
+        See AllGatherMatmul. Bias and activation apply once, after the reduction.
+
+    Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted.
+    """
+
+    operation = "matmul_all_reduce"
+
+    def __init__(
+        self,
+        world: World,
+        shape_a: Sequence[int],
+        shape_b: Sequence[int],
+        dtype: Any,
+        *,
+        partial_dtype: Any = None,
+        bias: bool = False,
+        activation: str | None = None,
+        out_dtype: Any = None,
+        allow_tf32: bool = False,
+        config: Config | None = None,
+        algorithm: str | None = None,
+        team: Group | None = None,
+        buffer: bool = True,
+    ):
+        with self.agreement(world, team) as shared:
+            self.shape_a, self.shape_b = plain_shape(shape_a), plain_shape(shape_b)
+            self.dtype = dtypes.resolve(dtype)
+            self.epilogue = Epilogue.make(dtype, bias, activation, out_dtype, allow_tf32)
+            out = self.epilogue.out_dtype
+            self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
+            self._check(algorithm)
+            self._rows = elements(self.shape_a[:-1])
+            depth, self._columns = self.shape_b
+            self.config = config or choose_tile(world, self._rows, self._columns, depth, self.dtype)
+            self.algorithm = algorithm or self._choose(world.backend)
+            shared.update(
+                a=(*self.shape_a[:-1], "K"), n=self._columns, dtype=self.dtype,
+                partial_dtype=self.partial_dtype, bias=bias, activation=activation, out_dtype=out,
+                tile=(self.config.block_m, self.config.block_n, self.config.group_m),
+                algorithm=self.algorithm,
+            )  # fmt: skip
+        with self.preparation():
+            self._build(buffer)
+
+    def _check(self, algorithm: str | None) -> None:
+        out = self.epilogue.out_dtype
+        check_algorithm(self.operation, algorithm, ALGORITHMS)
+        if self.partial_dtype not in (out, dtypes.resolve("float32")):
+            raise DtypeError(f"partial_dtype {self.partial_dtype} must be float32 or {out}")
+        if len(self.shape_b) != 2 or len(self.shape_a) < 2:
+            raise InvalidArgument(
+                f"a and b need shapes (..., K) and (K, N), got {self.shape_a} and {self.shape_b}"
+            )
+        if self.shape_a[-1] != self.shape_b[0]:
+            raise InvalidArgument(f"a {self.shape_a} and b {self.shape_b} differ in K")
+
+    def _choose(self, backend: str) -> str:
+        size, count = self.group.size, self._rows * self._columns
+        partial, result = self.partial_dtype.itemsize, self.epilogue.out_dtype.itemsize
+        if size == 1:
+            return "one_shot"
+        sent = {
+            "one_shot": (size - 1) * count * partial,
+            "two_shot": (size - 1) * count * (partial + result) / size,
+        }
+        return cheapest(backend, sent)
+
+    def _build(self, buffer: bool) -> None:
+        size, config, whole = self.group.size, self.config, self.algorithm == "one_shot"
+        tile = config.block_m * config.block_n
+        self._tiles = -(-self._rows // config.block_m) * -(-self._columns // config.block_n)
+        owned = max(1, self._tiles if whole else -(-self._tiles // size))
+        partials = self.workspace("partials", (2 * size * owned * tile,), self.partial_dtype)
+        kept = 1 if whole else max(1, self._tiles)  # finished tiles of other owners
+        results = self.workspace("results", (kept * tile,), self.epilogue.out_dtype)
+        arrived = self.workspace("partial_tiles", (size * owned,), "int32")
+        finished = self.workspace("finished_tiles", (kept,), "int32")
+        most = constants(self.world.backend).matmul_blocks
+        self._blocks = self.blocks_for(max(1, self._tiles), most)
+        self._shared = (
+            partials, results, arrived, finished, self.channel(self._blocks), self.group.handle,
+            owned, self._rows, self._columns,
+        )  # fmt: skip
+        self.out_shape = (*self.shape_a[:-1], self._columns)
+        self._out = self.result_buffer(self.out_shape, self.epilogue.out_dtype, buffer)
+        self._kernels: dict[Any, Callable[..., None]] = {}
+        self._kernel((self.shape_a[-1], 1, self._columns, 1), self.dtype)
+
+    def __call__(
+        self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None
+    ) -> Any:
+        """Queue the operation; returns `out`, or the plan's buffer when it is None.
+
+        `out` must not overlap a or b.
+        """
+        x, y = operand(self.world, a, "a"), operand(self.world, b, "b")
+        if x.shape != self.shape_a:
+            raise InvalidArgument(f"a has shape {x.shape}, the plan takes {self.shape_a}")
+        check_product(x, y, *self.shape_b, self.dtype)
+        _, *strides = flattened(x)
+        to = self.output(out, self._out, self.out_shape, self.epilogue.out_dtype)
+        vector = check_bias(self.world, bias, self.epilogue.bias, self._columns, x)
+        run = self._kernel((*strides, *y.strides), vector.dtype)
+        handle = self.begin(stream, x, y, to, vector)
+        if self._tiles:
+            run(handle, x, y, to, vector)
+        return self._out if out is None else out
+
+    def _kernel(self, strides: tuple[int, ...], bias: Any) -> Callable[..., None]:
+        """The kernel for operands of these strides and a bias of this type, bound at first use."""
+        key = (strides, bias)
+        if key not in self._kernels:
+            k, n = self.shape_b
+            self._kernels[key] = self.bind(
+                fused_kernel, self._blocks,
+                (self.dtype, self.dtype, self.epilogue.out_dtype, bias), *self._shared, k, *strides,
+                **self.epilogue.constants, RANKS=self.group.size,
+                ONE_SHOT=self.algorithm == "one_shot",
+                **self.epilogue.product_constants(self.config, k, n, strides[:2], strides[2:]),
+            )  # fmt: skip
+        return self._kernels[key]
+
+
+def choose_tile(world: World, m: int, n: int, k: int, dtype: Any) -> Config:
+    """The tile; of few rows as narrow as it takes for every multiprocessor to have one."""
+    config = choose(world.backend, m, n, k, dtype)
+    if world.backend == "host" or m > _FEW_ROWS:
+        return config
+    width = config.block_n
+    while width > 32 and -(-m // config.block_m) * -(-n // width) < world.driver.resident_blocks():
+        width //= 2
+    return replace(config, block_n=width, num_warps=min(config.num_warps, 4))
+
+
+def matmul_all_reduce(
+    a: Any,
+    b: Any,
+    *,
+    partial_dtype: Any = None,
+    bias: Any = None,
+    activation: str | None = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    out_dtype: Any = None,
+    out: Any = None,
+    allow_tf32: bool = False,
+    config: Config | None = None,
+    algorithm: str | None = None,
+    team: Group | None = None,
+    stream: Any = None,
+) -> Any:
+    """act(sum over ranks of a . b, + bias), on every rank. Collective over `team`.
+
+    Parameters
+    ----------
+    a : tdx array, or array of NumPy or a DLPack producer
+        (..., K_local) of this rank; (...) is the same on every rank.
+    b : array
+        (K_local, N) of this rank, any strides.
+    partial_dtype : {None, "float32"}
+    bias : array, optional
+        (N,), added once, after the reduction, then the activation; the same on every rank.
+    activation, out_dtype, out, allow_tf32, config
+        See matmul. `out` must not overlap a or b.
+    algorithm : {"one_shot", "two_shot"}, optional
+    team, stream : optional
+
+    Returns (..., N) in the framework of `a`, the same bits on every rank.
+
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
+    pending fault.
+    """
+    call = Call("matmul_all_reduce", a, b, out, team=team, stream=stream)
+    with call:
+        no_scales(scale_a, scale_b)
+        x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
+        vector = call.optional(bias, "bias")
+        plan = call.plan(
+            MatmulAllReduce, x.shape, y.shape, x.dtype, partial_dtype=partial_dtype,
+            bias=bias is not None, activation=activation, out_dtype=out_dtype,
+            allow_tf32=allow_tf32, config=config, algorithm=algorithm,
+        )  # fmt: skip
+        target = call.target(out, plan.out_shape, plan.epilogue.out_dtype)
+        plan(x, y, target, bias=vector, stream=call.stream)
+    return call.finish(target)

@@ -1,0 +1,315 @@
+"""Reduce-scatter: rank r gets part r of the reduction of all ranks' arrays.
+
+W ranks, S bytes each:
+
+push         Each rank pushes part p to rank p, which reduces what it got, step by step. One hop,
+             (W - 1) / W * S bytes out and one signal per block and step; see shards.py for the
+             order of pushes and for the slots.
+low_latency  Each rank pushes part p to rank p as words of data and flag (see all_reduce.py): twice
+             the bytes, one hop and no signals. Two slots in turn: a rank can be in call n + 2 only
+             after every other has read its words of call n, because each call waits for all. Up to
+             16 ranks, types of 2 and 4 bytes, 4 MiB.
+
+Result: as in an all-reduce, the same bits: accumulated in float32 (float64 for float64, integers in
+their own type, wrapping) from rank 0 upwards, then divided by W for "avg", rounded once.
+
+Ordering: peers do not read operands at all; a rank's input may be reused, and its result read, when
+the operation is complete on its stream.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import triton
+import triton.language as tl
+
+import tdx.language as tdl
+from tdx.kernels.call import Call
+from tdx.kernels.copying import VECTOR, padded
+from tdx.kernels.operand import elements
+from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.reduction import (
+    ReductionConfig,
+    check_low_latency,
+    check_types,
+    finish,
+    takes_low_latency,
+)
+from tdx.kernels.select import cheapest, low_latency_elements, shard_block
+from tdx.kernels.shards import (
+    Steps,
+    notify_ranks,
+    part_length,
+    push_step,
+    push_words,
+    sum_of_ranks,
+    sum_of_words,
+)
+from tdx.language.signal import no_fault
+from tdx.runtime import dtypes
+from tdx.runtime.errors import InvalidArgument
+from tdx.runtime.group import Group
+from tdx.runtime.world import World
+
+__all__ = ["Config", "ReduceScatter", "reduce_scatter"]
+
+_VECTOR = tl.constexpr(VECTOR)
+
+
+@dataclass(frozen=True)
+class Config(ReductionConfig):
+    """How a reduce-scatter runs: see tdx.kernels.reduction.ReductionConfig.
+
+    `algorithm` is "low_latency" or "push".
+    """
+
+    algorithms: ClassVar[tuple[str, ...]] = ("low_latency", "push")
+
+
+@triton.jit
+def _reduce_at(
+    own, slot, size, out, at, mask, world, OP: tl.constexpr, RANKS: tl.constexpr
+):  # fmt: skip
+    total = sum_of_ranks(own, slot, size, at, mask, world, OP, RANKS)
+    finish(total, out, out, out, at, mask, 1, tdl.num_ranks(world), OP, False, False)
+
+
+@triton.jit(do_not_specialize=["units", "step_vectors", "steps"])
+def push_kernel(
+    x, out, staging, signals, channel, world, units, step_vectors, steps,
+    OP: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push step s, reduce step s - 1, for all steps. Parts have `units` * UNIT elements.
+
+    `signals` holds RANKS words for each block: who has pushed its part of which step.
+    """
+    index = tl.program_id(0)
+    parts = tl.num_programs(0)
+    shard = tl.cast(units, tl.int64) * UNIT
+    size = tl.cast(step_vectors, tl.int64) * _VECTOR
+    me = tdl.rank(world).to(tl.int64)
+    pushed = signals + index * RANKS
+    first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
+    ok = (steps > 0) & no_fault(world)
+    for s in range(0, steps + 1):
+        now = first + s
+        if s < steps:
+            if ok:
+                slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                push_step(x, slot, world, RANKS * shard, shard, s * size, size, BLOCK)
+            notify_ranks(pushed, world, now + 1, ok)
+        if s > 0:
+            ok = tdl.wait_all(pushed, RANKS, world, now) & ok
+            if ok:
+                slot = staging + ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                begin = (s - 1) * size
+                own = x + me * shard + begin
+                to = out + begin
+                count = part_length(me, shard, RANKS * shard, begin, size)
+                whole = count // BLOCK
+                for block in range(index, whole, parts):
+                    at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+                    _reduce_at(own, slot, size, to, at, None, world, OP, RANKS)
+                if (whole * BLOCK < count) & (whole % parts == index):
+                    at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+                    _reduce_at(own, slot, size, to, at, at < count, world, OP, RANKS)
+
+
+@triton.jit(do_not_specialize=["units", "slot_vectors"])
+def low_latency_kernel(
+    x, out, words, channel, world, units, slot_vectors,
+    OP: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push the others' parts as words with flags, and reduce what arrives.
+
+    For each parity of the epoch `words` holds VECTOR * slot_vectors words of every rank.
+    """
+    shard = tl.cast(units, tl.int64) * UNIT
+    stride = tl.cast(slot_vectors, tl.int64) * _VECTOR
+    flag = tdl.epoch(channel)
+    slot = words + (flag & 1) * RANKS * stride
+    first = tl.program_id(0) * BLOCK
+    step = tl.num_programs(0) * BLOCK
+    for start in range(first, shard, step):
+        push_words(x, slot, stride, flag, world, RANKS * shard, shard, start, RANKS, PAIRS, BLOCK)
+    for start in range(first, shard, step):
+        total, arrived = sum_of_words(
+            x, slot, stride, flag, world, RANKS * shard, shard, start, OP, RANKS, PAIRS, BLOCK
+        )
+        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+        mask = arrived & (at < shard)
+        finish(total, out, out, out, at, mask, 1, tdl.num_ranks(world), OP, False, False)
+
+
+class ReduceScatter(Plan):
+    """A reduce-scatter of one shape and dtype, ready to be called.
+
+    Parameters
+    ----------
+    world : World
+    shape, dtype
+        Of every rank's input: (size * n, ...); the result is (n, ...). float16/32/64, bfloat16,
+        float8, int32/64.
+    op : {"sum", "avg", "max", "min"}
+    out_dtype, optional
+        Of the result: the input's, or for floats another float type.
+    algorithm : {"low_latency", "push"}, optional
+    config : Config, optional
+        Overrides the choice altogether.
+    team : Team, optional
+    buffer : bool
+        Whether the plan has a result buffer, for calls without `out`.
+
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
+    """
+
+    operation = "reduce_scatter"
+
+    def __init__(
+        self,
+        world: World,
+        shape: Any,
+        dtype: Any,
+        op: str = "sum",
+        *,
+        out_dtype: Any = None,
+        algorithm: str | None = None,
+        config: Config | None = None,
+        team: Group | None = None,
+        buffer: bool = True,
+    ):
+        with self.agreement(world, team) as shared:
+            self.shape = plain_shape(shape)
+            self.dtype = dtypes.resolve(dtype)
+            self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
+            self.op = op
+            check_types("reduce_scatter", self.dtype, self.out_dtype, op)
+            self.out_shape = self._scattered()
+            if config is not None and not isinstance(config, Config):
+                raise InvalidArgument(f"config must be a reduce_scatter Config, got {config!r}")
+            self._shard = elements(self.out_shape)
+            self.config = config or self._choose(algorithm)
+            if self.config.algorithm == "low_latency":
+                nbytes = elements(self.shape) * self.dtype.itemsize
+                check_low_latency(
+                    "reduce_scatter", "low_latency", nbytes, (self.dtype,), self.group.size
+                )
+            shared.update(
+                shape=self.shape, dtype=self.dtype, op=op, out_dtype=self.out_dtype,
+                config=self.config,
+            )  # fmt: skip
+        with self.preparation():
+            self._run = self._bind()
+            self._out = self.result_buffer(self.out_shape, self.out_dtype, buffer)
+
+    def _scattered(self) -> tuple[int, ...]:
+        size = self.group.size
+        if not self.shape:
+            raise InvalidArgument("reduce_scatter: the input needs at least one axis, got shape ()")
+        if self.shape[0] % size:
+            raise InvalidArgument(
+                f"reduce_scatter: the input's first axis, {self.shape[0]}, is no multiple of the "
+                f"{size} ranks; pad it"
+            )
+        return (self.shape[0] // size, *self.shape[1:])
+
+    def _choose(self, algorithm: str | None) -> Config:
+        backend, size, ranks = self.world.backend, self.dtype.itemsize, self.group.size
+        if algorithm is None:
+            sent = {"push": (ranks - 1) * self._shard * size}
+            if takes_low_latency(self._shard * size * ranks, (self.dtype,), ranks):
+                sent["low_latency"] = 2 * sent["push"]
+            algorithm = cheapest(backend, sent)
+        if algorithm == "low_latency":
+            return Config(algorithm, low_latency_elements(backend, self._shard, size))
+        block, warps = shard_block(backend, self._shard, size, ranks, passes_on=False)
+        if backend != "host" and math.gcd(VECTOR, self._shard) * size < 16:
+            block = min(block, 4 << 10)  # elements are loaded one by one, each to its register
+        return Config(algorithm, block, warps)
+
+    def _bind(self) -> Any:
+        config, ranks, size = self.config, self.group.size, self.dtype.itemsize
+        unit = math.gcd(VECTOR, self._shard)
+        named = {
+            "OP": self.op, "RANKS": ranks, "UNIT": unit, "BLOCK": config.block,
+            "num_warps": config.num_warps, "enable_fp_fusion": False,
+        }  # fmt: skip
+        kinds, world = (self.dtype, self.out_dtype), self.group.handle
+        units = self._shard // unit
+        if config.algorithm == "low_latency":
+            blocks = self.blocks_for(-(-self._shard // config.block), config.blocks)
+            slot = padded(-(-self._shard * size // 4))
+            words = self.workspace("words", (2 * ranks * slot * VECTOR,), np.int64)
+            return self.bind(
+                low_latency_kernel, blocks, kinds, words, self.channel(blocks), world, units, slot,
+                PAIRS=size == 2, **named,
+            )  # fmt: skip
+        steps = Steps.make(self._shard, ranks * self._shard * size, config.steps)
+        blocks = self.blocks_for(-(-steps.elements // config.block), config.blocks)
+        staging = self.workspace("shards", (steps.slots * ranks * steps.elements,), self.dtype)
+        signals = self.workspace("signals", (blocks * ranks,), np.int32, steps=steps.count)
+        return self.bind(
+            push_kernel, blocks, kinds, staging, signals, self.channel(blocks), world, units,
+            steps.vectors, steps.count, SLOTS=steps.slots, **named,
+        )  # fmt: skip
+
+    def __call__(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        """Queue the reduce-scatter of `x`; returns `out`, or the plan's buffer when it is None.
+
+        The buffer is overwritten by the next call. `out` may be the own part of `x`. The result is
+        valid after the stream was waited for by a call that raises faults.
+        """
+        op = self.input(x, self.shape, self.dtype)
+        to = self.output(out, self._out, self.out_shape, self.out_dtype)
+        handle = self.begin(stream, op, to)
+        if self._shard:
+            self._run(handle, op, to)
+        return self._out if out is None else out
+
+
+def reduce_scatter(
+    x: Any,
+    op: str = "sum",
+    out: Any = None,
+    out_dtype: Any = None,
+    algorithm: str | None = None,
+    team: Group | None = None,
+    stream: Any = None,
+) -> Any:
+    """This rank's part of the reduction of every rank's `x`. Collective over `team`.
+
+    Parameters
+    ----------
+    x : tdx array, or any array of NumPy or a DLPack producer
+        (size * n, ...); same shape and dtype on every rank, see ReduceScatter for dtypes.
+    op : {"sum", "avg", "max", "min"}
+    out : array, optional
+        (n, ...): where the result goes; may be the own part of `x`.
+    out_dtype, optional
+        Type of the result: for floats any float type.
+    algorithm : {"low_latency", "push"}, optional
+    team : Team, optional
+    stream : optional
+        None: the world's current stream for a tdx array, else the caller's.
+
+    Returns (n, ...), rows rank * n to (rank + 1) * n of what all_reduce gives, bit for bit, in the
+    caller's own framework; fresh unless `out` is given.
+
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
+    pending fault.
+    """
+    call = Call("reduce_scatter", x, out, team=team, stream=stream)
+    with call:
+        source = call.operand(x, "x")
+        plan = call.plan(
+            ReduceScatter, source.shape, source.dtype, op, out_dtype=out_dtype, algorithm=algorithm
+        )
+        target = call.target(out, plan.out_shape, plan.out_dtype)
+        plan(source, target, stream=call.stream)
+    return call.finish(target)

@@ -1,0 +1,247 @@
+"""The kernels of all_reduce_rms_norm.py, which describes their algorithms."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+import tdx.language as tdl
+from tdx.kernels.copying import VECTOR, copy_share
+from tdx.kernels.matmul import known
+from tdx.kernels.reduction import reduce_words, to_words
+from tdx.kernels.shards import notify_ranks, part_length, sum_of_ranks
+from tdx.language.signal import program_barrier
+
+__all__ = ["low_latency_kernel", "one_shot_kernel", "two_shot_kernel"]
+
+_VECTOR = tl.constexpr(VECTOR)
+_SIZES = ["rows", "columns", "slot_vectors", "row_vectors", "shard", "step", "steps"]
+
+
+@triton.jit
+def _copy_rows(to, source, rows, columns, BLOCK: tl.constexpr):
+    """Copy this block's rows of `rows`."""
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        begin = tl.cast(row, tl.int64) * columns
+        copy_share(to + begin, source + begin, columns, 0, 1, BLOCK)
+
+
+@triton.jit
+def _rounded(
+    total, bias, residual, at, mask, DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """h of a piece of a row, of which `residual` is the row's: 0 where there is none."""
+    if HAS_BIAS:
+        total = total + tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total = total + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(mask, total, 0.0).to(DTYPE)
+
+
+@triton.jit
+def _normalise(
+    row, out, kept, weight, columns, when,
+    EPS: tl.constexpr, KEEP: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the norm of a row, given as a tuple of pieces of h, and with KEEP also h."""
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for piece in tl.static_range(PIECES):
+        value = row[piece].to(tl.float32)
+        squares += value * value
+    mean = tl.div_rn(tl.sum(squares), columns.to(tl.float32))
+    scale = tl.div_rn(1.0, tl.sqrt_rn(mean + EPS))
+    for piece in tl.static_range(PIECES):
+        at = piece * BLOCK + tl.arange(0, BLOCK)
+        mask = (at < columns) & when
+        factor = tl.load(weight + at, mask=at < columns, other=0.0).to(tl.float32)
+        value = row[piece].to(tl.float32) * scale * factor
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+        if KEEP:
+            tl.store(kept + at, row[piece], mask=mask)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def one_shot_kernel(
+    x, out, kept, weight, bias, residual, slots, channel, world, rows, columns, slot_vectors,
+    EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stage the own rows, meet, and reduce and normalise everybody's."""
+    columns = known(columns, EVEN)
+    slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * slot_vectors * _VECTOR
+    _copy_rows(slot, x, rows, columns, BLOCK)
+    ok = tdl.barrier(channel, world)
+    if ok:
+        for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+            begin = tl.cast(index, tl.int64) * columns
+            row = ()
+            for piece in tl.static_range(PIECES):
+                at = piece * BLOCK + tl.arange(0, BLOCK)
+                mask = at < columns
+                total = tl.zeros((BLOCK,), tl.float32)
+                for peer in tl.static_range(RANKS):
+                    source = tdl.symm_at(slot, peer, world) + begin
+                    value = tl.load(source + at, mask=mask).to(tl.float32)
+                    total = value if peer == 0 else total + value
+                h = _rounded(
+                    total, bias, residual + begin, at, mask, out.dtype.element_ty,
+                    HAS_BIAS, HAS_RESIDUAL,
+                )  # fmt: skip
+                row = row + (h,)  # noqa: RUF005 - Triton has no star
+            _normalise(
+                row, out + begin, kept + begin, weight, columns, True,
+                EPS, HAS_RESIDUAL, PIECES, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def low_latency_kernel(
+    x, out, kept, weight, bias, residual, slots, channel, world, rows, columns, row_vectors,
+    EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
+    PIECES: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push the own rows to everybody as words with flags; reduce and normalise what arrives.
+
+    A row takes VECTOR * row_vectors words. PAIRS: two elements share a word.
+    """
+    columns = known(columns, EVEN)
+    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
+    WORDS: tl.constexpr = BLOCK // 2 if PAIRS else BLOCK
+    me = tdl.rank(world)
+    flag = tdl.epoch(channel)
+    row_words = tl.cast(row_vectors, tl.int64) * _VECTOR
+    stride = rows * row_words
+    slot = slots + (flag & 1) * RANKS * stride
+    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        for piece in range(PIECES):
+            at = piece * BLOCK + tl.arange(0, BLOCK)
+            begin = tl.cast(index, tl.int64) * columns
+            words = to_words(tl.load(x + begin + at, mask=at < columns, other=0), PAIRS)
+            place = piece * WORDS + tl.arange(0, WORDS)
+            to = slot + me * stride + index * row_words + place
+            for hop in tl.static_range(1, RANKS):
+                tdl.store_ll(to, words, flag, (me + hop) % RANKS, world, place < row_words)
+    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        begin = tl.cast(index, tl.int64) * columns
+        there = tl.full((BLOCK,), 1, tl.int1)
+        row = ()
+        for piece in tl.static_range(PIECES):
+            at = piece * BLOCK + tl.arange(0, BLOCK)
+            mask = at < columns
+            own = to_words(tl.load(x + begin + at, mask=mask, other=0), PAIRS)
+            place = piece * WORDS + tl.arange(0, WORDS)
+            words, arrived = tdl.load_ll_all(
+                slot + index * row_words + place, stride, flag, world, RANKS,
+                place < row_words, KIND,
+            )  # fmt: skip
+            if PAIRS:
+                arrived = tl.interleave(arrived, arrived)
+            there = there & (arrived | (at >= columns))
+            total = reduce_words(own, words, world, x.dtype.element_ty, "sum", RANKS, PAIRS)
+            h = _rounded(
+                total, bias, residual + begin, at, mask, out.dtype.element_ty,
+                HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
+            row = row + (h,)  # noqa: RUF005
+        _normalise(
+            row, out + begin, kept + begin, weight, columns, there,
+            EPS, HAS_RESIDUAL, PIECES, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _reduce_rows(
+    own, slot, size, mine, bias, residual, rows, columns, world,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """h of this block's rows, to all ranks: to the first hop while reducing."""
+    me = tdl.rank(world)
+    theirs = tdl.symm_at(mine, (me + 1) % RANKS, world)
+    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        begin = tl.cast(index, tl.int64) * columns
+        for piece in range(PIECES):
+            at = piece * BLOCK + tl.arange(0, BLOCK)
+            mask = at < columns
+            total = sum_of_ranks(own + begin, slot + begin, size, at, mask, world, "sum", RANKS)
+            h = _rounded(
+                total, bias, residual + begin, at, mask, mine.dtype.element_ty,
+                HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
+            tl.store(theirs + begin + at, h, mask=mask)
+            tl.store(mine + begin + at, h, mask=mask)
+    program_barrier()  # what is pushed on was stored by other threads
+    for hop in range(2, RANKS):
+        _copy_rows(tdl.symm_at(mine, (me + hop) % RANKS, world), mine, rows, columns, BLOCK)
+
+
+@triton.jit
+def _normalise_rows(
+    source, out, kept, weight, rows, columns,
+    EPS: tl.constexpr, KEEP: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bring the norms of this block's rows of `source`, and with KEEP the rows, to the results."""
+    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        begin = tl.cast(index, tl.int64) * columns
+        row = ()
+        for piece in tl.static_range(PIECES):
+            at = piece * BLOCK + tl.arange(0, BLOCK)
+            h = tl.load(source + begin + at, mask=at < columns, other=0.0)
+            row = row + (h,)  # noqa: RUF005
+        _normalise(row, out + begin, kept + begin, weight, columns, True, EPS, KEEP, PIECES, BLOCK)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def two_shot_kernel(
+    x, out, kept, weight, bias, residual, staging, results, signals, channel, world,
+    rows, columns, shard, step, steps,
+    EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
+    SLOTS: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push step s, reduce step s - 1, normalise step s - 2: `step` of a shard's rows at a time.
+
+    `signals` is as in two_shot.py. A slot has a place of `step` rows for each rank.
+    """
+    columns = known(columns, EVEN)
+    size = tl.cast(step, tl.int64) * columns
+    me = tdl.rank(world).to(tl.int64)
+    pushed = signals + tl.program_id(0) * (2 * RANKS)
+    reduced = pushed + RANKS
+    first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
+    ok = steps > 0
+    for s in range(0, steps + 2):
+        now = first + s
+        if s < steps:
+            if ok:
+                slot = staging + ((now & (SLOTS - 1)).to(tl.int64) * RANKS + me) * size
+                for hop in range(1, RANKS):
+                    peer = (me + hop) % RANKS
+                    count = part_length(peer, shard, rows, s * step, step)
+                    source = x + (peer * shard + s * step) * columns
+                    _copy_rows(tdl.symm_at(slot, peer, world), source, count, columns, BLOCK)
+            notify_ranks(pushed, world, now + 1, ok)
+        if (s >= 1) & (s <= steps):
+            turn = ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+            row = me * shard + (s - 1) * step
+            count = part_length(me, shard, rows, (s - 1) * step, step)
+            ok = tdl.wait_all(pushed, RANKS, world, now) & ok
+            if ok:
+                _reduce_rows(
+                    x + row * columns, staging + turn, size, results + turn + me * size, bias,
+                    residual + row * columns, count, columns, world,
+                    HAS_BIAS, HAS_RESIDUAL, RANKS, PIECES, BLOCK,
+                )  # fmt: skip
+            notify_ranks(reduced, world, now, ok)
+        if s >= 2:
+            turn = ((now - 2) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+            ok = tdl.wait_all(reduced, RANKS, world, now - 1) & ok
+            if ok:
+                for hop in range(0, RANKS):
+                    peer = (me + hop) % RANKS
+                    row = peer * shard + (s - 2) * step
+                    count = part_length(peer, shard, rows, (s - 2) * step, step)
+                    _normalise_rows(
+                        results + turn + peer * size, out + row * columns, kept + row * columns,
+                        weight, count, columns, EPS, HAS_RESIDUAL, PIECES, BLOCK,
+                    )  # fmt: skip

@@ -1,0 +1,155 @@
+"""Arrays split into shards, one for each rank: what two_shot.py and reduce_scatter.py share.
+
+Every rank pushes shard p of its array into the staging slot of rank p, and rank p adds what it
+got to its own, in rank order. Hop-major: all blocks push to the next rank, then to the one after
+it, so that at any time each rank sends to one and receives from one, and no link is asked for
+twice. Block b of every rank has the same elements of each shard, so blocks meet their likes only.
+
+Large shards go in steps, which are numbered over all calls, through the slots in turn. A rank
+pushes step t + 1 before it waits for step t. So when it pushes step t, it has step t - 2 of every
+peer, and these had then finished reading step t - 4: four slots are enough, without a signal that
+says so. Two are, when each call is one step, because then it has step t - 1 of every peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+import tdx.language as tdl
+from tdx import abi
+from tdx.kernels.copying import VECTOR, copy_share, padded
+from tdx.kernels.reduction import combine, reduce_words, to_words, widen
+from tdx.kernels.select import STAGING_BYTES
+
+__all__ = [
+    "Steps",
+    "notify_ranks",
+    "part_length",
+    "push_step",
+    "push_words",
+    "sum_of_ranks",
+    "sum_of_words",
+]
+
+_LANES = tl.constexpr(abi.MAX_RANKS)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a shard passes through the staging slots.
+
+    Attributes
+    ----------
+    vectors : int
+        Elements of a step of one shard, in units of VECTOR.
+    count : int
+        Steps of a call.
+    """
+
+    vectors: int
+    count: int
+
+    @property
+    def slots(self) -> int:
+        """How many slots are used in turn: a power of two."""
+        return 2 if self.count == 1 else 4
+
+    @property
+    def elements(self) -> int:
+        """Elements of a step of one shard."""
+        return self.vectors * VECTOR
+
+    @classmethod
+    def make(cls, shard: int, slot_bytes: int, least: int | None) -> Steps:
+        """Steps for `shard` elements, of which a slot with all ranks' pieces takes `slot_bytes`.
+
+        At least `least` steps, and as many as the bound of the slots' memory asks for.
+        """
+        count = 1 if 2 * slot_bytes <= STAGING_BYTES else -(-4 * slot_bytes // STAGING_BYTES)
+        vectors = padded(-(-shard // max(count, least or 1)))
+        return cls(vectors, max(1, -(-shard // (vectors * VECTOR))))
+
+
+@triton.jit
+def part_length(rank, shard, numel, begin, size):
+    """Elements of a step of `rank`'s shard, from `begin` on; the last shards may be short."""
+    end = tl.minimum(numel - rank * shard, tl.minimum(shard, begin + size))
+    return tl.maximum(end - begin, 0)
+
+
+@triton.jit
+def push_step(x, slot, world, numel, shard, begin, size, BLOCK: tl.constexpr):
+    """Push a step of every other rank's shard of `x` into its slot, at this rank's place."""
+    me = tdl.rank(world)
+    ranks = tdl.num_ranks(world)
+    for hop in range(1, ranks):
+        peer = (me + hop) % ranks
+        count = part_length(peer, shard, numel, begin, size)
+        to = tdl.symm_at(slot + me * size, peer, world)
+        source = x + peer * shard + begin
+        copy_share(to, source, count, tl.program_id(0), tl.num_programs(0), BLOCK)
+
+
+@triton.jit
+def notify_ranks(signals, world, value, when):
+    """Set this rank's signal at every rank, the own one included."""
+    peers = tl.arange(0, _LANES)
+    send = (peers < tdl.num_ranks(world)) & when
+    tdl.notify(signals + tdl.rank(world), peers, world, value, when=send)
+
+
+@triton.jit
+def sum_of_ranks(own, slot, size, at, mask, world, OP: tl.constexpr, RANKS: tl.constexpr):
+    """The elements `at` of all ranks' pieces, reduced in rank order, not rounded.
+
+    The own piece is read from `own`, rank p's from `slot` + p * `size`.
+    """
+    me = tdl.rank(world)
+    total = widen(tl.load(tl.where(me == 0, own, slot) + at, mask=mask))
+    for peer in tl.static_range(1, RANKS):
+        source = tl.where(me == peer, own, slot + peer * size)
+        total = combine(total, widen(tl.load(source + at, mask=mask)), OP)
+    return total
+
+
+@triton.jit
+def push_words(
+    x, slot, stride, flag, world, numel, shard, start, RANKS: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push BLOCK elements from `start` on of every other rank's shard as words with flags.
+
+    They go to this rank's place in `slot`, which has `stride` words for each rank.
+    """
+    me = tdl.rank(world)
+    for hop in tl.static_range(1, RANKS):
+        peer = (me + hop) % RANKS
+        words, at = _words_of(x, peer, numel, shard, start, PAIRS, BLOCK)
+        tdl.store_ll(slot + me * stride + at, words, flag, peer, world, at < stride)
+
+
+@triton.jit
+def sum_of_words(
+    x, slot, stride, flag, world, numel, shard, start,
+    OP: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements from `start` on of the own shard, reduced, and which of them are there."""
+    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
+    own, at = _words_of(x, tdl.rank(world), numel, shard, start, PAIRS, BLOCK)
+    words, arrived = tdl.load_ll_all(slot + at, stride, flag, world, RANKS, at < stride, KIND)
+    if PAIRS:
+        arrived = tl.interleave(arrived, arrived)
+    return reduce_words(own, words, world, x.dtype.element_ty, OP, RANKS, PAIRS), arrived
+
+
+@triton.jit
+def _words_of(x, rank, numel, shard, start, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    """The elements from `start` on of `rank`'s shard as words, and the numbers of the words."""
+    PER_WORD: tl.constexpr = 2 if PAIRS else 1
+    offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+    place = rank * shard + offsets
+    words = to_words(tl.load(x + place, mask=(offsets < shard) & (place < numel), other=0), PAIRS)
+    return words, tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, BLOCK // PER_WORD)

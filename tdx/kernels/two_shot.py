@@ -1,0 +1,319 @@
+"""Two-shot reductions: shards are reduced by one rank each, which then passes the results on.
+
+W ranks, S bytes each, R bytes of results (S, unless results travel in another type):
+
+two_shot              Reduce-scatter and all-gather in one kernel, by pushes only. Each rank pushes
+                      shard p to rank p, reduces its own shard and pushes the results to all, or to
+                      the root alone. (W - 1) / W * (S + R) bytes out, two hops and two signals per
+                      block and step; see shards.py for the order of pushes and for the slots.
+low_latency_two_shot  The same in words that hold data and flag (see all_reduce.py): no signals,
+                      twice the bytes.
+
+The wire carries results in the output's type, rounded once. With a bias or residual, which each
+rank adds for itself, they travel in the accumulator's type and are rounded at their destination.
+
+Results land in the plan's own symmetric buffer (WHOLE), or in slots, from where the same kernel
+copies them to their destination step by step. A peer may write results of step t once it has this
+rank's signal that it pushed step t. By then the rank has copied the results of step t - 3 and of
+all steps before, so that as many slots are enough as for the pushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+
+import tdx.language as tdl
+from tdx.kernels.copying import VECTOR, copy_share, padded
+from tdx.kernels.operand import elements
+from tdx.kernels.plan import Plan
+from tdx.kernels.reduction import ReductionConfig, finish, from_words, mean, to_words, widen
+from tdx.kernels.shards import (
+    Steps,
+    notify_ranks,
+    part_length,
+    push_step,
+    push_words,
+    sum_of_ranks,
+    sum_of_words,
+)
+from tdx.language.signal import program_barrier
+from tdx.runtime import dtypes
+from tdx.runtime.array import Array
+
+__all__ = ["Run", "bind_low_latency_two_shot", "bind_two_shot"]
+
+Run = Callable[..., None]  # run(stream, x, out, bias, residual)
+
+_VECTOR = tl.constexpr(VECTOR)
+_SIZES = ["numel", "columns", "shard_vectors", "step_vectors", "steps", "root"]
+
+
+@triton.jit
+def _reduce_at(
+    own, slot, size, mine, theirs, at, mask, world,
+    OP: tl.constexpr, RANKS: tl.constexpr, ROOTED: tl.constexpr,
+):  # fmt: skip
+    """Reduce the elements `at` and store the results at the first destinations."""
+    total = sum_of_ranks(own, slot, size, at, mask, world, OP, RANKS)
+    value = mean(total, tdl.num_ranks(world), OP).to(mine.dtype.element_ty)
+    tl.store(theirs + at, value, mask=mask)
+    if not ROOTED:
+        tl.store(mine + at, value, mask=mask)
+
+
+@triton.jit
+def _reduce_step(
+    own, slot, size, mine, count, root, world,
+    OP: tl.constexpr, RANKS: tl.constexpr, ROOTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Reduce a step of the own shard and push the results, the first hop while reducing."""
+    index = tl.program_id(0)
+    parts = tl.num_programs(0)
+    me = tdl.rank(world)
+    if ROOTED:
+        theirs = tdl.symm_at(mine, root, world)
+    else:
+        theirs = tdl.symm_at(mine, (me + 1) % RANKS, world)
+    whole = count // BLOCK
+    for block in range(index, whole, parts):
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        _reduce_at(own, slot, size, mine, theirs, at, None, world, OP, RANKS, ROOTED)
+    if (whole * BLOCK < count) & (whole % parts == index):
+        at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        _reduce_at(own, slot, size, mine, theirs, at, at < count, world, OP, RANKS, ROOTED)
+    if not ROOTED:
+        program_barrier()  # what is pushed on was stored by other threads
+        for hop in range(2, RANKS):
+            copy_share(
+                tdl.symm_at(mine, (me + hop) % RANKS, world), mine, count, index, parts, BLOCK
+            )
+
+
+@triton.jit
+def _finish_part(
+    results, out, bias, residual, begin, count, columns, world,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bring `count` results to their destination, element `begin` and on of `out`."""
+    parts = tl.num_programs(0)
+    ranks = tdl.num_ranks(world)
+    whole = count // BLOCK
+    for block in range(tl.program_id(0), whole, parts):
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        finish(
+            widen(tl.load(results + at)), out, bias, residual, begin + at, None, columns, ranks,
+            "sum", HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+    if (whole * BLOCK < count) & (whole % parts == tl.program_id(0)):
+        at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        finish(
+            widen(tl.load(results + at, mask=at < count)), out, bias, residual, begin + at,
+            at < count, columns, ranks, "sum", HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish_step(
+    results, out, bias, residual, world, ok, numel, columns, shard, size, begin, turn,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bring the results of all shards from element `begin` on to `out`."""
+    if ok:
+        for hop in range(0, RANKS):
+            peer = (tdl.rank(world).to(tl.int64) + hop) % RANKS
+            count = part_length(peer, shard, numel, begin, size)
+            to = peer * shard + begin
+            source = results + (to if WHOLE else turn + peer * size)
+            _finish_part(
+                source, out, bias, residual, to, count, columns, world,
+                HAS_BIAS, HAS_RESIDUAL, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def two_shot_kernel(
+    x, out, bias, residual, staging, results, signals, channel, world, numel, columns,
+    shard_vectors, step_vectors, steps, root,
+    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
+    SLOTS: tl.constexpr, WHOLE: tl.constexpr, COPY: tl.constexpr, ROOTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push step s, reduce step s - 1, bring home the results of step s - 2, for all steps.
+
+    `signals` holds 2 * RANKS words for each block: who has pushed its part of which step, and who
+    has reduced it. WHOLE: `results` is the whole array, else slots. COPY: `out` is another place
+    than `results`. ROOTED: only `root` gets results.
+    """
+    shard = tl.cast(shard_vectors, tl.int64) * _VECTOR
+    size = tl.cast(step_vectors, tl.int64) * _VECTOR
+    me = tdl.rank(world).to(tl.int64)
+    pushed = signals + tl.program_id(0) * (2 * RANKS)
+    reduced = pushed + RANKS
+    first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
+    ok = steps > 0
+    for s in range(0, steps + 2):
+        now = first + s
+        if s < steps:
+            if ok:
+                slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                push_step(x, slot, world, numel, shard, s * size, size, BLOCK)
+            notify_ranks(pushed, world, now + 1, ok)
+        if (s >= 1) & (s <= steps):
+            turn = ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+            begin = (s - 1) * size
+            ok = tdl.wait_all(pushed, RANKS, world, now) & ok
+            if ok:
+                own = x + me * shard + begin
+                mine = results + (me * shard + begin if WHOLE else turn + me * size)
+                count = part_length(me, shard, numel, begin, size)
+                _reduce_step(
+                    own, staging + turn, size, mine, count, root, world, OP, RANKS, ROOTED, BLOCK
+                )
+            if ROOTED:
+                tdl.notify(reduced + me, root, world, now, when=ok)
+            else:
+                notify_ranks(reduced, world, now, ok)
+        takes = (s >= 2) if COPY else (s > steps)
+        if ROOTED:
+            takes = takes & (me == root)
+        if takes:
+            turn = ((now - 2) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+            begin = (s - 2) * size
+            ok = tdl.wait_all(reduced, RANKS, world, now - 1) & ok
+            if COPY:
+                _finish_step(
+                    results, out, bias, residual, world, ok, numel, columns, shard, size, begin,
+                    turn, HAS_BIAS, HAS_RESIDUAL, RANKS, WHOLE, BLOCK,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel", "columns", "shard_vectors"])
+def low_latency_two_shot_kernel(
+    x, out, bias, residual, words, channel, world, numel, columns, shard_vectors,
+    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
+    PAIRS: tl.constexpr, RESULT_PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Push the others' shards as words, reduce the own one, push the results as words.
+
+    For each parity of the epoch `words` holds a place for every rank's part of the own shard, then
+    one for every rank's results. The pairs say whether two elements share a word.
+    """
+    PER_WORD: tl.constexpr = 2 if RESULT_PAIRS else 1
+    WIDE: tl.constexpr = HAS_BIAS or HAS_RESIDUAL
+    RESULT: tl.constexpr = tl.float32 if WIDE else out.dtype.element_ty
+    KIND: tl.constexpr = tl.int32 if RESULT_PAIRS else RESULT
+    me = tdl.rank(world)
+    shard = tl.cast(shard_vectors, tl.int64) * _VECTOR
+    in_words = shard // 2 if PAIRS else shard
+    out_words = shard // PER_WORD
+    flag = tdl.epoch(channel)
+    parts = words + (flag & 1) * RANKS * (in_words + out_words)
+    results = parts + RANKS * in_words
+    first = tl.program_id(0) * BLOCK
+    step = tl.num_programs(0) * BLOCK
+    for start in range(first, shard, step):
+        push_words(x, parts, in_words, flag, world, numel, shard, start, RANKS, PAIRS, BLOCK)
+    for start in range(first, shard, step):
+        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
+        total, arrived = sum_of_words(
+            x, parts, in_words, flag, world, numel, shard, start, OP, RANKS, PAIRS, BLOCK
+        )
+        total = mean(total, tdl.num_ranks(world), OP)
+        value = to_words(total.to(RESULT), RESULT_PAIRS)
+        if RESULT_PAIRS:
+            low, high = tl.split(tl.reshape(arrived, (BLOCK // 2, 2)))
+            sent = low & high
+        else:
+            sent = arrived
+        for hop in tl.static_range(1, RANKS):
+            to = results + me * out_words + at
+            tdl.store_ll(to, value, flag, (me + hop) % RANKS, world, sent & (at < out_words))
+        place = me * shard + offsets
+        mask = arrived & (offsets < shard) & (place < numel)
+        finish(
+            total, out, bias, residual, place, mask, columns, tdl.num_ranks(world),
+            "sum", HAS_BIAS, HAS_RESIDUAL,
+        )  # fmt: skip
+    for start in range(first, shard, step):
+        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
+        found, arrived = tdl.load_ll_all(
+            results + at, out_words, flag, world, RANKS, at < out_words, KIND
+        )
+        if RESULT_PAIRS:
+            arrived = tl.interleave(arrived, arrived)
+        for peer in tl.static_range(RANKS):
+            total = widen(from_words(found[peer], RESULT, RESULT_PAIRS))
+            place = tl.cast(peer, tl.int64) * shard + offsets
+            mask = arrived & (offsets < shard) & (place < numel) & (me != peer)
+            finish(
+                total, out, bias, residual, place, mask, columns, tdl.num_ranks(world),
+                "sum", HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
+
+
+def bind_two_shot(
+    plan: Plan, config: ReductionConfig, shape: tuple[int, ...], kinds: tuple[np.dtype, np.dtype],
+    named: dict[str, Any], buffer: Array | None = None, root: int | None = None,
+) -> tuple[Run, Run | None]:  # fmt: skip
+    """Workspaces and kernels for a plan, of inputs of one shape and type, in and out.
+
+    `named` holds OP, HAS_BIAS and HAS_RESIDUAL. Returns what writes results anywhere, and with a
+    symmetric `buffer` also what leaves them there.
+    """
+    dtype, out_dtype = kinds
+    wire = out_dtype if not _adds(named) else dtypes.accumulator(dtype)
+    ranks, numel = plan.group.size, elements(shape)
+    shard = padded(-(-numel // ranks))
+    per_element = dtype.itemsize + (0 if buffer is not None else wire.itemsize)
+    steps = Steps.make(shard * VECTOR, ranks * shard * VECTOR * per_element, config.steps)
+    slots = (steps.slots * ranks * steps.elements,)
+    blocks = plan.blocks_for(-(-steps.elements // config.block), config.blocks)
+    staging = plan.workspace("shards", slots, dtype)
+    results = plan.workspace("results", slots, wire) if buffer is None else buffer
+    signals = plan.workspace("signals", (blocks * 2 * ranks,), np.int32, steps=steps.count)
+    shared = (
+        staging, results, signals, plan.channel(blocks), plan.group.handle, numel,
+        max(1, shape[-1] if shape else 1), shard, steps.vectors, steps.count, root or 0,
+    )  # fmt: skip
+
+    def bind(copies: bool) -> Run:
+        return plan.bind(
+            two_shot_kernel, blocks, (dtype, out_dtype, dtype, dtype), *shared, **named,
+            RANKS=ranks, SLOTS=steps.slots, WHOLE=buffer is not None, COPY=copies,
+            ROOTED=root is not None, BLOCK=config.block, num_warps=config.num_warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+    return bind(True), bind(False) if buffer is not None else None
+
+
+def bind_low_latency_two_shot(
+    plan: Plan, config: ReductionConfig, shape: tuple[int, ...], kinds: tuple[np.dtype, np.dtype],
+    named: dict[str, Any],
+) -> Run:  # fmt: skip
+    """Workspace and kernel for a plan, as `bind_two_shot`."""
+    dtype, out_dtype = kinds
+    wire = out_dtype if not _adds(named) else dtypes.accumulator(dtype)
+    ranks, numel = plan.group.size, elements(shape)
+    shard = padded(-(-numel // ranks))
+    words = 2 * ranks * shard * VECTOR * (dtype.itemsize + wire.itemsize) // 4
+    blocks = plan.blocks_for(-(-shard * VECTOR // config.block), config.blocks)
+    return plan.bind(
+        low_latency_two_shot_kernel, blocks, (dtype, out_dtype, dtype, dtype),
+        plan.workspace("words", (words,), np.int64), plan.channel(blocks), plan.group.handle,
+        numel, max(1, shape[-1] if shape else 1), shard, **named, RANKS=ranks,
+        PAIRS=dtype.itemsize == 2, RESULT_PAIRS=wire.itemsize == 2, BLOCK=config.block,
+        num_warps=config.num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _adds(named: dict[str, Any]) -> bool:
+    return named["HAS_BIAS"] or named["HAS_RESIDUAL"]
