@@ -14,30 +14,50 @@ from tdx.tools.timing import device_time, host_time
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
-COLUMNS = ("bytes", "nccl", "torch_one_shot", "torch_two_shot", "low_latency", "one_shot", "ratio")
-_LOW_LATENCY_BYTES = 1 << 20
-_LINK_BYTES_PER_US = 370e3  # NVLink 4 x 18, one direction, as NCCL's ring reaches it
+ALGORITHMS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
+COLUMNS = (
+    "bytes", "memory", "nccl", "torch_one_shot", "torch_two_shot", *ALGORITHMS, "chosen", "floor",
+    "ratio", "% of floor",
+)  # fmt: skip
+_LIMITS = {"low_latency": 1 << 20, "low_latency_two_shot": 4 << 20, "one_shot": 4 << 20}
+_SIZES = tuple(1 << n for n in range(10, 29, 2))
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     world = bench.world
-    for nbytes in bench.sizes((1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)):
+    for nbytes in bench.sizes(_SIZES):
         numel = max(1, nbytes // bench.dtype.itemsize)
         values = [
             np.random.default_rng(r).integers(-8, 8, numel).astype(bench.dtype)
             for r in range(world.size)
         ]
-        x = world.array(values[world.rank])
-        row: dict[str, Any] = {"bytes": nbytes, **bench.peers.all_reduce(values[world.rank])}
-        expected = np.sum([v.astype(np.float64) for v in values], axis=0)
-        for algorithm in ("low_latency", "one_shot"):
-            if algorithm == "low_latency" and nbytes > _LOW_LATENCY_BYTES:
-                continue
-            plan = tdx.AllReduce(world, numel, bench.dtype, algorithm=algorithm)
-            call = partial(plan, x)
-            row[algorithm] = device_time(world, call, bench.calls(nbytes))
-            if not (plan(x).numpy().astype(np.float64) == expected).all():
-                row["error"] = f"{algorithm}: wrong result"
-            row[f"{algorithm}_host"] = host_time(world, call)
-        bench.rate(row, ours=("low_latency", "one_shot"), peers=COLUMNS[1:4])
-        yield row
+        peers = bench.peers.all_reduce(values[world.rank])
+        expected = np.sum([v.astype(np.float32) for v in values], axis=0)
+        for memory in ("symmetric", "foreign"):
+            # foreign: as from another framework, with a result that is not the plan's buffer
+            x = world.array(values[world.rank], symmetric=memory == "symmetric")
+            out = None if memory == "symmetric" else world.empty(numel, x.dtype, symmetric=False)
+            row: dict[str, Any] = {"bytes": nbytes, "memory": memory, **peers}
+            for algorithm in (*ALGORITHMS, None):
+                if nbytes <= _LIMITS.get(algorithm or "", nbytes):
+                    plan = tdx.AllReduce(
+                        world, numel, bench.dtype, algorithm=algorithm, buffer=out is None
+                    )
+                    _measure(bench, row, plan, algorithm or "chosen", x, out, expected)
+            bench.rate(
+                row,
+                ours=("chosen",),
+                peers=COLUMNS[2:5],
+                sent=2 * (world.size - 1) / world.size * nbytes,
+            )
+            yield row
+
+
+def _measure(
+    bench: Bench, row: dict[str, Any], plan: Any, name: str, x: Any, out: Any, expected: Any
+) -> None:
+    call = partial(plan, x, out)
+    row[name] = device_time(bench.world, call, bench.calls(row["bytes"]))
+    if not (call().numpy().astype(np.float32) == expected).all():
+        row["error"] = f"{name}: wrong result"
+    row[f"{name}_host"] = host_time(bench.world, call)

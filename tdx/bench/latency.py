@@ -11,6 +11,7 @@ import triton.language as tl
 
 import tdx
 import tdx.language as tdl
+from tdx.kernels.operand import operand
 from tdx.tools.timing import device_time, host_time
 
 if TYPE_CHECKING:
@@ -25,22 +26,20 @@ def empty_kernel(x):
     pass
 
 
-@triton.jit
-def ping_pong_kernel(signal, epoch, world, rounds):
-    """Ranks 0 and 1 answer each other `rounds` times; the others do nothing."""
+@triton.jit(do_not_specialize=["first", "second", "rounds"])
+def ping_pong_kernel(signal, epoch, world, first, second, rounds):
+    """Ranks `first` and `second` answer each other `rounds` times; the others only count them."""
     me = tdl.rank(world)
     number = tl.load(epoch)
-    peer = 1 - me
-    if me < 2:
+    if me == first:
         for turn in range(0, rounds):
-            value = number + turn + 1
-            if me == 0:
-                tdl.notify(signal, peer, world, value)
-                tdl.wait(signal, world, value, peer=peer)
-            else:
-                tdl.wait(signal, world, value, peer=peer)
-                tdl.notify(signal, peer, world, value)
-        tl.store(epoch, number + rounds)
+            tdl.notify(signal, second, world, number + turn + 1)
+            tdl.wait(signal, world, number + turn + 1, peer=second)
+    if me == second:
+        for turn in range(0, rounds):
+            tdl.wait(signal, world, number + turn + 1, peer=first)
+            tdl.notify(signal, first, world, number + turn + 1)
+    tl.store(epoch, number + rounds)
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -56,11 +55,19 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     yield row("kernel[grid] launch, host time", host_time(world, lambda: empty_kernel[(1,)](x)))
     barrier = tdx.Barrier(world)
     yield row("barrier in a graph", device_time(world, barrier))
+    run = world.driver.bind(empty_kernel, 1, (x.dtype,), (), {})
+    if hasattr(run, "bare"):  # on a GPU
+        bare = run.bare(world.stream.handle, operand(world, x, "x"))
+        yield row("prebuilt cuLaunchKernelEx, host time", host_time(world, bare))
     yield row("barrier call, host time", host_time(world, barrier))
+    small = world.zeros(1024, np.float32)
+    plan = tdx.AllReduce(world, small.shape, small.dtype)
+    yield row("all_reduce plan call, host time", host_time(world, lambda: plan(small)))
+    yield row("tdx.all_reduce call, host time", host_time(world, lambda: tdx.all_reduce(small)))
     if world.size > 1:
         round_trips = device_time(
             world,
-            lambda: ping_pong_kernel[(1,)](signal, epoch, world.handle, _ROUNDS, num_warps=1),
+            lambda: ping_pong_kernel[(1,)](signal, epoch, world.handle, 0, 1, _ROUNDS, num_warps=1),
             calls=1,
         )
         yield row("signal, one way", round_trips / _ROUNDS / 2)

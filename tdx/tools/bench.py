@@ -12,12 +12,18 @@ import json
 import pkgutil
 import platform
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 __all__ = ["Bench", "add_arguments", "main"]
+
+# Of H200s with 18 NVLinks: a launch and a signal one way; what a copy engine pushes to a peer.
+_FLOOR_ARCH = "sm_90"
+_FLOOR_US = 2.2
+_LINK_BYTES_PER_US = 391e3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,17 +37,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="element type (default bfloat16)")
     parser.add_argument("--no-peers", action="store_true", help="measure tdx only")
     parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
+    parser.add_argument("--plot", metavar="FILE", help="draw times over sizes (needs matplotlib)")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
 
 
 def main(args: argparse.Namespace) -> int:
     """Start the ranks and run the benchmark on them."""
-    from tdx.tools import run
+    from tdx.tools import plot, run
 
     options = [args.operation, "--dtype", args.dtype]
     for name in ("sizes", "json", "backend"):
         if getattr(args, name):
             options += [f"--{name}", getattr(args, name)]
-    options += ["--no-peers"] * args.no_peers
+    options += ["--no-peers"] * args.no_peers + ["--markdown"] * args.markdown
+    if args.plot:
+        plot.require()
+        options += ["--plot", args.plot]
     job = argparse.Namespace(
         ranks=args.ranks, backend=args.backend, timeout=None, keep_going=False, no_prefix=True,
         module=["tdx.tools.bench", *options], script=[],
@@ -71,12 +82,35 @@ class Bench:
         """Calls a graph: fewer of large ones."""
         return max(2, min(50, (64 << 20) // max(1, nbytes)))
 
-    def rate(self, row: dict[str, Any], ours: Sequence[str], peers: Sequence[str]) -> None:
-        """Add `ratio`: the best peer over our best."""
+    def measure(self, row: dict[str, Any], name: str, plan: Any, x: Any, expected: Any) -> None:
+        """Add times of `plan(x)` and its host side as `name`; the bytes must be `expected`."""
+        from tdx.tools.timing import device_time, host_time
+
+        call = partial(plan, x)
+        row[name] = device_time(self.world, call, self.calls(expected.nbytes))
+        if plan(x).numpy().tobytes() != expected.tobytes():
+            row["error"] = f"{name}: wrong result"
+        row[f"{name}_host"] = host_time(self.world, call)
+
+    def pattern(self, rank: int, nbytes: int) -> np.ndarray[Any, Any]:
+        """`nbytes` random bytes of a rank, the same everywhere."""
+        page = np.random.default_rng(rank).integers(0, 256, (1 << 20) + 13, np.uint8)
+        return np.resize(page, nbytes)
+
+    def rate(
+        self, row: dict[str, Any], ours: Sequence[str], peers: Sequence[str], sent: float = 0
+    ) -> None:
+        """Add `ratio`, the best peer over our best, and `floor` and how near to it we are.
+
+        The floor is what the links need for the `sent` bytes of each rank, or for one message.
+        """
         mine = [row[name] for name in ours if name in row]
         theirs = [row[name] for name in peers if name in row]
         if mine and theirs:
             row["ratio"] = min(theirs) / min(mine)
+        if mine and self.world.device.arch == _FLOOR_ARCH and self.world.size > 1:
+            row["floor"] = max(_FLOOR_US, sent / _LINK_BYTES_PER_US)
+            row["% of floor"] = 100 * row["floor"] / min(mine)
 
 
 def _bytes(text: str) -> int:
@@ -88,6 +122,7 @@ def _bytes(text: str) -> int:
 def _on_rank(argv: Sequence[str] | None = None) -> int:
     """Run a benchmark on this rank; rank 0 prints."""
     import tdx
+    from tdx.tools import plot
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -98,15 +133,17 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
         rows = []
         if world.rank == 0:
             print(_setting(world, bench), flush=True)
-            print("".join(f"{name:>16}" for name in module.COLUMNS), flush=True)
+            print(_heading(module.COLUMNS, args.markdown), flush=True)
         for row in module.rows(bench):
             rows.append(row)
             if world.rank == 0:
-                print(_line(row, module.COLUMNS), flush=True)
+                print(_line(row, module.COLUMNS, args.markdown), flush=True)
         bench.peers.close()
         if world.rank == 0 and args.json:
             document = {"setting": _setting(world, bench), "rows": rows}
             Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+        if world.rank == 0 and args.plot:
+            plot.draw(args.operation, _setting(world, bench), rows, args.plot)
     return 1 if any("error" in row for row in rows) else 0
 
 
@@ -123,13 +160,23 @@ def _setting(world: Any, bench: Bench) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _line(row: dict[str, Any], columns: Sequence[str]) -> str:
-    cells = []
-    for name in columns:
-        value = row.get(name, "")
-        cells.append(f"{value:.2f}" if isinstance(value, float) else str(value))
-    widths = [34 if name == "what" else 16 for name in columns]
-    text = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+def _widths(columns: Sequence[str]) -> list[int]:
+    return [34 if name == "what" else max(12, len(name) + 2) for name in columns]
+
+
+def _heading(columns: Sequence[str], markdown: bool) -> str:
+    if markdown:
+        return f"| {' | '.join(columns)} |\n|{'---:|' * len(columns)}"
+    return "".join(f"{n:>{w}}" for n, w in zip(columns, _widths(columns), strict=True))
+
+
+def _line(row: dict[str, Any], columns: Sequence[str], markdown: bool) -> str:
+    values = [row.get(name, "") for name in columns]
+    cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in values]
+    if markdown:
+        text = f"| {' | '.join(cells)} |"
+    else:
+        text = "".join(f"{c:>{w}}" for c, w in zip(cells, _widths(columns), strict=True))
     return text + (f"  ERROR {row['error']}" if "error" in row else "")
 
 

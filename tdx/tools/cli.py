@@ -18,7 +18,8 @@ _COMMANDS = {  # name -> (module, help)
     "run": ("tdx.tools.run", "run a script on N ranks of this machine"),
     "demo": ("tdx.tools.demo", "a gated MLP on several ranks, checked"),
     "bench": ("tdx.tools.bench", "measure an operation"),
-    "info": ("tdx.tools.info", "versions, devices and limits"),
+    "info": ("tdx.tools.info", "versions, backend and limits"),
+    "doctor": ("tdx.tools.doctor", "check this machine, measure its links"),
 }
 
 

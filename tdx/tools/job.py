@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from tdx.runtime.mpi_files import files_of, remove
 from tdx.tools import rank as protocol
 from tdx.tools.processes import adopt_orphans, descendants, end_descendants
 
@@ -56,6 +57,7 @@ class Job:
         self._ranks: dict[int, _Rank] = {}
         self._end_at: float | None = None  # when the job is ended, whatever still runs
         self._selector = selectors.DefaultSelector()
+        self._mpi_files: set[str] = set()  # what killed ranks leave in /dev/shm
         self._token = secrets.token_bytes(16)
         self._name = "tdx-run-" + secrets.token_hex(16)
         self._command = [*launcher, sys.executable, "-P", protocol.__file__, *target]
@@ -147,6 +149,7 @@ class Job:
             fields = json.loads(line)
             if fields.get("finished"):
                 rank.is_finished = True
+                self._note_files()
             else:
                 self._fail(rank, fields["code"], fields.get("error"), fields.get("traceback"))
 
@@ -168,6 +171,7 @@ class Job:
         if rank.code is not None:
             return
         rank.code = code
+        self._note_files()
         self._exit_code = self._exit_code or (code if code >= 0 else 128 - code)
         self._drain(rank)
         if self._end_at is not None:  # it fell with the others
@@ -243,7 +247,12 @@ class Job:
 
     # ---- the end
 
+    def _note_files(self) -> None:
+        for process in descendants():
+            self._mpi_files |= files_of(process)
+
     def _end(self) -> None:
+        self._note_files()
         for rank in self._ranks.values():
             rank.channel.close()  # tells its waiting process to end it
         deadline = time.monotonic() + _EXIT_GRACE_S
@@ -252,6 +261,7 @@ class Job:
             time.sleep(0.005)
         end_descendants(grace_s=0.2)
         self._launcher.wait()
+        remove(self._mpi_files)
         for rank in self._ranks.values():
             self._drain(rank)
             for lines in rank.lines.values():

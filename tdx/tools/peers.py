@@ -33,6 +33,30 @@ class Peers:
         """Microseconds by peer for one all-reduce of `values`."""
         return {}
 
+    def reduce_scatter(self, values: np.ndarray) -> dict[str, float]:
+        """Microseconds by peer for one reduce-scatter of `values`."""
+        return {}
+
+    def all_gather(self, values: np.ndarray) -> dict[str, float]:
+        """The same for an all-gather of every rank's `values`, uint8."""
+        return {}
+
+    def all_to_all(self, values: np.ndarray) -> dict[str, float]:
+        """The same for an all-to-all of `values`, uint8, a multiple of the ranks."""
+        return {}
+
+    def broadcast(self, values: np.ndarray) -> dict[str, float]:
+        """The same for a broadcast of rank 0's `values`, uint8."""
+        return {}
+
+    def all_reduce_rms_norm(self, values: np.ndarray) -> dict[str, float]:
+        """The same for an all-reduce of `values`, a residual, and the norm of rows."""
+        return {}
+
+    def matmul_all_reduce(self, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+        """The same for a . b alone ("library"), and followed by an all-reduce."""
+        return {}
+
     def close(self) -> None:
         """End the peers' own communicators."""
 
@@ -83,6 +107,53 @@ class TorchPeers(Peers):
             times["torch_one_shot"] = self._time(one_shot)
         times["torch_two_shot"] = self._time(lambda: ops.two_shot_all_reduce_(shared, "sum", name))
         return times
+
+    def reduce_scatter(self, values: np.ndarray) -> dict[str, float]:
+        torch = self._torch
+        dtype = getattr(torch, values.dtype.name)
+        x = torch.from_numpy(values.astype(np.float32)).to(device="cuda", dtype=dtype)
+        out = torch.empty(x.numel() // self._world.size, dtype=dtype, device="cuda")
+        return {"nccl": self._time(lambda: self._dist.reduce_scatter_tensor(out, x))}
+
+    def all_gather(self, values: np.ndarray) -> dict[str, float]:
+        x = self._torch.from_numpy(values).to("cuda")
+        out = self._torch.empty(self._world.size * x.numel(), dtype=x.dtype, device="cuda")
+        return {"nccl": self._time(lambda: self._dist.all_gather_into_tensor(out, x))}
+
+    def all_to_all(self, values: np.ndarray) -> dict[str, float]:
+        x = self._torch.from_numpy(values).to("cuda")
+        out = self._torch.empty_like(x)
+        return {"nccl": self._time(lambda: self._dist.all_to_all_single(out, x))}
+
+    def broadcast(self, values: np.ndarray) -> dict[str, float]:
+        x = self._torch.from_numpy(values).to("cuda")
+        return {"nccl": self._time(lambda: self._dist.broadcast(x, src=0))}
+
+    def all_reduce_rms_norm(self, values: np.ndarray) -> dict[str, float]:
+        torch = self._torch
+        dtype = getattr(torch, values.dtype.name)
+        x = torch.from_numpy(values.astype(np.float32)).to(device="cuda", dtype=dtype)
+        residual, weight = torch.ones_like(x), torch.ones_like(x[0])
+
+        def call() -> None:
+            self._dist.all_reduce(x)
+            torch.nn.functional.rms_norm(x + residual, weight.shape, weight, 1e-6)
+
+        return {"nccl": self._time(call)}
+
+    def matmul_all_reduce(self, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+        torch = self._torch
+        dtype = getattr(torch, a.dtype.name)
+        x, y = (
+            torch.from_numpy(v.astype(np.float32)).to(device="cuda", dtype=dtype) for v in (a, b)
+        )
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device="cuda")
+
+        def both() -> None:
+            torch.mm(x, y, out=out)
+            self._dist.all_reduce(out)
+
+        return {"library": self._time(lambda: torch.mm(x, y, out=out)), "nccl": self._time(both)}
 
     def _time(self, call: Callable[[], Any]) -> float:
         """As device_time, with PyTorch's own graphs."""

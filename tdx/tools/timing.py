@@ -67,13 +67,21 @@ def _warm_up(world: World, replay: Callable[[], None]) -> None:
     world.synchronize()
 
 
-def host_time(world: World, call: Callable[[], object], calls: int = 200) -> float:
-    """Microseconds of host time a call takes until it returns, mean over `calls`; slowest rank."""
-    call()
-    world.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
+def host_time(world: World, call: Callable[[], object], calls: int = 100) -> float:
+    """Microseconds of host time a call takes until it returns.
+
+    Median of several rounds of `calls` calls; the slowest rank counts.
+    """
+    rounds = 15
+    if world.backend == "host":
+        calls, rounds = min(calls, 5), 1
+    samples = []
+    for _ in range(rounds):
         call()
-    taken = (time.perf_counter() - start) / calls * 1e6
+        world.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        samples.append((time.perf_counter() - start) / calls * 1e6)
     world.barrier()
-    return slowest(world, taken)
+    return slowest(world, statistics.median(samples))
