@@ -31,6 +31,55 @@ def _all_reduce(algorithm: str, dtype: str, world: str = "world", **chosen):
     return f"all_reduce.{algorithm}_kernel", types, constants, NO_FUSION
 
 
+def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **chosen):
+    """A kernel of two_shot.py or reduce_scatter.py as select.py would have it for 64 MiB."""
+    from tdx.kernels.select import shard_block
+
+    pointer, size = POINTER[dtype], 2 if dtype == "bfloat16" else 4
+    words = "low_latency" in kernel
+    block, warps = shard_block("cuda", (64 << 20) // size // ranks, size, ranks)
+    values = {
+        "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "RANKS": ranks, "SLOTS": 4,
+        "WHOLE": True, "COPY": False, "ROOTED": False, "UNIT": 16, "PAIRS": size == 2,
+        "RESULT_PAIRS": size == 2, "BLOCK": 1024 // size if words else block, **chosen,
+    }  # fmt: skip
+    types = {
+        **dict.fromkeys(("x", "out", "bias", "residual", "staging", "results"), pointer),
+        "signals": "*i32", "words": "*i64", "channel": "channel", "world": world,
+        **dict.fromkeys(
+            ("numel", "columns", "units", "shard_vectors", "step_vectors", "slot_vectors", "steps",
+             "root"), "i32"
+        ),
+        **dict.fromkeys(values, "constexpr"),
+    }  # fmt: skip
+    return kernel, types, values, {**NO_FUSION, "num_warps": 8 if words else warps}
+
+
+def _norm(algorithm: str, dtype: str, columns: int = 8192, ranks: int = 4, **chosen):
+    """A kernel of rms_norm_kernels.py as select.py would have it for rows of `columns`."""
+    from tdx.kernels.select import row_block
+
+    pointer, size = POINTER[dtype], 2 if dtype == "bfloat16" else 4
+    words = algorithm == "low_latency"
+    block, warps = row_block("cuda", columns, size, ranks, words)
+    values = {
+        "EPS": 1e-6, "HAS_BIAS": True, "HAS_RESIDUAL": True, "RANKS": ranks, "SLOTS": 4,
+        "PIECES": -(-columns // block), "PAIRS": size == 2, "EVEN": columns % 16 == 0,
+        "BLOCK": block, **chosen,
+    }  # fmt: skip
+    names = ("x", "out", "kept", "weight", "bias", "residual", "staging", "results")
+    types = {
+        **dict.fromkeys(names, pointer), "slots": "*i64" if words else pointer,
+        "signals": "*i32", "channel": "channel", "world": "world",
+        **dict.fromkeys(
+            ("rows", "columns", "slot_vectors", "row_vectors", "shard", "step", "steps"), "i32"
+        ),
+        **dict.fromkeys(values, "constexpr"),
+    }  # fmt: skip
+    kernel = f"rms_norm_kernels.{algorithm}_kernel"
+    return kernel, types, values, {**NO_FUSION, "num_warps": warps}
+
+
 def _pull(word: str = "*i64", unit: int = 16):
     types = {
         **dict.fromkeys(("x", "out", "slots"), word), "channel": "channel", "world": "world",
@@ -50,6 +99,40 @@ def _push():
     return "all_gather.push_kernel", types, {"UNIT": 16, "BLOCK": 4096}, {"num_warps": 8}
 
 
+def _moved(kernel: str, word: str, constants, sizes, options=None):
+    """A kernel that moves words of a type: its constants and run-time sizes."""
+    types = {
+        **dict.fromkeys(("x", "out", "stage"), word), "slots": "*i64", "places": "*i64",
+        "read": "*i32", "channel": "channel", "world": "world",
+        **dict.fromkeys(sizes, "i32"), **dict.fromkeys(constants, "constexpr"),
+    }  # fmt: skip
+    return kernel, types, constants, options or {"num_warps": 8}
+
+
+def _pushed(word: str = "*i64", unit: int = 16, each: bool = True, own_first: bool = False):
+    return _tiled("pushing.push_kernel", word, unit, (), {"EACH": each, "OWN_FIRST": own_first})
+
+
+def _scattered(word: str = "*i64", unit: int = 16):
+    return _tiled("broadcast.scatter_kernel", word, unit, ("root", "part_units"), {})
+
+
+def _tiled(kernel: str, word: str, unit: int, sizes, chosen):
+    from tdx.kernels.select import push_block, push_tile
+
+    width = int(word[2:]) // 8
+    tile = push_tile("cuda", *push_block("cuda", 1 << 26), width)
+    options = {"num_warps": tile.pop("num_warps")}
+    constants = {**chosen, **tile, "WIDTH": width, "UNIT": unit}
+    return _moved(kernel, word, constants, ("direct", "units", "round_units", *sizes), options)
+
+
+def _words(kernel: str, word: str, **more):
+    width = int(word[2:]) // 8
+    constants = {"WIDTH": width, "BLOCK": 256 if width == 8 else 512, **more}
+    return _moved(f"{kernel}.low_latency_kernel", word, constants, ("root", "count", "vectors"))
+
+
 def _product(kernel: str, dtype: str, hip: bool, b_unit: int = 1, **chosen):
     """A matmul's kernel as select.py would have it for a large product."""
     from tdx.kernels.select import constants, tile_for
@@ -60,15 +143,18 @@ def _product(kernel: str, dtype: str, hip: bool, b_unit: int = 1, **chosen):
     values = {
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "PRECISION": "ieee", "HAS_BIAS": True,
         "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": True, "TRACE": False,
-        **chosen,
+        "RANKS": 4, "ONE_SHOT": False, **chosen,
     }  # fmt: skip
     pointer = POINTER[dtype]
     types = {
-        **dict.fromkeys(("a", "b", "c", "bias", "gathered", "partials"), pointer),
-        **dict.fromkeys(("progress", "epoch", "signals", "trace"), "*i32"), "world": "world",
+        **dict.fromkeys(("a", "b", "c", "bias", "gathered", "partials", "results"), pointer),
+        **dict.fromkeys(
+            ("progress", "epoch", "signals", "trace", "arrived", "finished"), "*i32"
+        ),
+        "world": "world", "channel": "channel",
         **dict.fromkeys(
             ("rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
-             "chunk_rows", "chunks"), "i32"
+             "chunk_rows", "chunks", "owned"), "i32"
         ),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
@@ -86,9 +172,45 @@ CASES = {
     "one_shot-max-i32": _all_reduce("one_shot", "int32", OP="max"),
     "low_latency-bf16": _all_reduce("low_latency", "bfloat16"),
     "low_latency-fp32": _all_reduce("low_latency", "float32", OP="avg", HAS_RESIDUAL=True),
+    "two_shot-bf16": _shards("two_shot.two_shot_kernel", "bfloat16"),
+    "two_shot-bf16-8": _shards("two_shot.two_shot_kernel", "bfloat16", 8),
+    "two_shot-fp32-team": _shards("two_shot.two_shot_kernel", "float32", world="team"),
+    "two_shot-copy": _shards("two_shot.two_shot_kernel", "bfloat16", WHOLE=False, COPY=True),
+    "two_shot-avg": _shards(
+        "two_shot.two_shot_kernel", "float32", OP="avg", HAS_BIAS=True, HAS_RESIDUAL=True,
+        WHOLE=False, COPY=True,
+    ),
+    "two_shot-root": _shards("two_shot.two_shot_kernel", "bfloat16", COPY=True, ROOTED=True),
+    "words-two_shot-bf16": _shards("two_shot.low_latency_two_shot_kernel", "bfloat16"),
+    "words-two_shot-fp32": _shards(
+        "two_shot.low_latency_two_shot_kernel", "float32", OP="avg", HAS_RESIDUAL=True
+    ),
+    "scatter-bf16": _shards("reduce_scatter.push_kernel", "bfloat16"),
+    "scatter-fp32-8": _shards("reduce_scatter.push_kernel", "float32", 8),
+    "scatter-odd": _shards("reduce_scatter.push_kernel", "bfloat16", UNIT=1, BLOCK=4096),
+    "words-scatter-bf16": _shards("reduce_scatter.low_latency_kernel", "bfloat16"),
+    "norm-one_shot": _norm("one_shot", "bfloat16"),
+    "norm-one_shot-fp32-odd": _norm("one_shot", "float32", 5001, HAS_RESIDUAL=False),
+    "norm-two_shot": _norm("two_shot", "bfloat16"),
+    "norm-two_shot-8": _norm("two_shot", "bfloat16", ranks=8),
+    "words-norm-bf16": _norm("low_latency", "bfloat16"),
+    "words-norm-fp32": _norm("low_latency", "float32", 4096, 8),
     "pull": _pull(),
     "pull-odd": _pull("*i8", 1),
     "push": _push(),
+    "push-all": _pushed(),
+    "push-one": _pushed(each=False, own_first=True),
+    "push-odd": _pushed("*i8", 1),
+    "words-i64": _words("low_latency", "*i64", EACH=True, RANKS=4),
+    "words-i16": _words("low_latency", "*i16", EACH=False, RANKS=8),
+    "root-words-i64": _words("broadcast", "*i64"),
+    "root-words-i8": _words("broadcast", "*i8"),
+    "broadcast-scatter": _scattered(),
+    "broadcast-scatter-odd": _scattered("*i16", 1),
+    "put-signal": (
+        "one_sided.signal_kernel",
+        {"signal": "*i32", "world": "world", "peer": "i32", "value": "i32"}, {}, {"num_warps": 1},
+    ),
     "enter": ("all_gather.enter_kernel", {**GATHERING, "chunks": "i32"}, {}, {"num_warps": 1}),
     "barrier": (
         "barrier.barrier_kernel", {"channel": "channel", "world": "world"}, {}, {"num_warps": 1},
@@ -107,15 +229,27 @@ PRODUCTS = {
     "consume-fp32": ("all_gather_matmul.consume_kernel", "float32", {}),
     "produce-bf16": ("matmul_reduce_scatter.produce_kernel", "bfloat16", {}),
     "reduce-bf16": ("matmul_reduce_scatter.reduce_kernel", "bfloat16", {}),
+    "fused-bf16": ("matmul_all_reduce.fused_kernel", "bfloat16", {}),
+    "fused-fp32": ("matmul_all_reduce.fused_kernel", "float32", {}),
+    "fused-one_shot-ragged": (
+        "matmul_all_reduce.fused_kernel",
+        "bfloat16",
+        {"ONE_SHOT": True, "EVEN": False, **SMALL},
+    ),
 }
 ALL = [*CASES, *PRODUCTS]
 WAITING = [
-    "one_shot-bf16", "pull", "push", "barrier", "consume-bf16", "consume-fp32", "reduce-bf16",
+    "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "push-one",
+    "root-words-i64", "broadcast-scatter", "barrier", "consume-bf16", "consume-fp32", "reduce-bf16",
+    "norm-one_shot", "norm-two_shot", "fused-bf16", "fused-one_shot-ragged",
 ]  # fmt: skip
+GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
 SHARED_LIMIT = {"sm_80": 164 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
                 "gfx950": 160 << 10}  # fmt: skip
-LOAD = {"sm": r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", "gf": r"global_load_dwordx4"}
-STORE = {"sm": r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", "gf": r"global_store_dwordx4"}
+LOAD = {"sm": r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64",
+        "gf": r"(global|buffer)_load_dwordx4"}  # fmt: skip
+STORE = {"sm": r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64",
+         "gf": r"(global|buffer)_store_dwordx4"}  # fmt: skip
 
 
 def _job(case: str, target: str) -> Job:
@@ -124,6 +258,8 @@ def _job(case: str, target: str) -> Job:
     else:
         name, dtype, chosen = PRODUCTS[case]
         kernel, types, constants, options = _product(name, dtype, target in AMD, **chosen)
+    if target in AMD and options["num_warps"] == 16:
+        options = {**options, "num_warps": 8}  # as many threads: waves are twice as wide
     module, name = kernel.split(".")
     return Job(f"tdx.kernels.{module}", name, types, constants, target, options)
 
@@ -145,9 +281,11 @@ def outcome(outcomes, case, target):
 def test_compiles_without_spills(outcome, case, target):
     if target in AMD:  # scalar registers are spilled to vector registers, not to memory
         assert (outcome.stack, positions(outcome.code, r"vgpr_spill_count: [1-9]")) == (0, [])
-    elif case.startswith("low_latency"):
+    elif case.startswith(("low_latency", "push-", "words", "root-words")):
         assert outcome.stack <= 64  # the frame of a call on the slow path
-    elif case.endswith("fp32") and case in PRODUCTS:
+    elif case.startswith(("two_shot", "scatter-", "norm-two_shot")) or (
+        "fp32" in case and case in PRODUCTS
+    ):
         assert outcome.stack <= 64  # the assembler gives up some so that two blocks fit
     else:
         assert outcome.stack == 0
@@ -156,8 +294,12 @@ def test_compiles_without_spills(outcome, case, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "case", ["one_shot-bf16", "one_shot-fp32", "one_shot-fp32-team", "one_shot-avg", "pull", "push"]
-)
+    "case",
+    ["one_shot-bf16", "one_shot-fp32", "one_shot-fp32-team", "one_shot-avg", "two_shot-bf16",
+     "two_shot-bf16-8", "two_shot-fp32-team", "two_shot-copy", "two_shot-root", "scatter-bf16",
+     "scatter-fp32-8", "norm-one_shot", "norm-two_shot", "norm-two_shot-8",
+     "pull", "push", "push-all", "push-one", "broadcast-scatter"],
+)  # fmt: skip
 def test_bodies_move_16_byte_vectors(outcome, case, target):
     code = outcome.code
     assert positions(code, LOAD[target[:2]])
@@ -165,7 +307,9 @@ def test_bodies_move_16_byte_vectors(outcome, case, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", ["matmul-bf16", "matmul-bf16-bT", "consume-bf16", "produce-bf16"])
+@pytest.mark.parametrize(
+    "case", ["matmul-bf16", "matmul-bf16-bT", "consume-bf16", "produce-bf16", "fused-bf16"]
+)
 def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
     code = outcome.code
     unit = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma"}
@@ -190,14 +334,19 @@ def test_waits_are_loops_that_acquire(outcome, case, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", ["one_shot-bf16", "pull", "push", "enter", "produce-bf16"])
+@pytest.mark.parametrize("case", [
+    "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i64",
+    "broadcast-scatter", "put-signal", "enter", "produce-bf16", "norm-two_shot", "fused-bf16",
+])  # fmt: skip
 def test_signals_release(outcome, case, target):
     pattern = r"(st|red|atom)\S*\.release|release\S*\.sys|buffer_wbl2 sc0 sc1"
     assert positions(outcome.code, pattern)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", ["one_shot-avg", "low_latency-fp32"])
+@pytest.mark.parametrize(
+    "case", ["one_shot-avg", "low_latency-fp32", "two_shot-avg", "norm-one_shot"]
+)
 def test_sums_are_not_contracted(outcome, case, target):
     """Division may use fused operations inside; no product of ours is fused with a sum."""
     code = outcome.code
@@ -206,6 +355,13 @@ def test_sums_are_not_contracted(outcome, case, target):
     else:
         added = [line for line in instructions(code) if re.match(r"v_(mad|mac|fmac)_f32", line)]
         assert len(added) <= 4 * 64, added  # the steps of exact division
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("case", ["words-i64", "root-words-i64"])
+def test_words_with_flags_travel_in_pairs(outcome):
+    """8 bytes of data and two flags by one store of 16 bytes."""
+    assert positions(outcome.code, r"st\.relaxed\.sys\.global\.v2\.b64")
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
 import subprocess
 import sys
 
 import pytest
 
+from tdx.runtime.backends import nvidia_gpus
 from tdx.tools.launcher import find_launcher
 from tests.aot.harness import Job, compile_jobs
+from tests.helpers.cases import skip
 from tests.helpers.commands import ROOT, run_tdx, tdx_environment
 
 _EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 _TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+_FRAMEWORKS = ROOT / "examples" / "frameworks"
+_SCRIPTS = sorted([*_FRAMEWORKS.glob("*_layer.py"), *_FRAMEWORKS.glob("engine_*.py")])
 _SAID_ONCE = "tdx: found no GPU"
 
 
@@ -51,6 +57,53 @@ def test_example_under_bare_mpirun(path):
     checked(mpirun(2, str(path)), 2)
 
 
+@pytest.mark.parametrize("path", _SCRIPTS, ids=lambda path: path.stem)
+def test_script_for_a_framework_is_short(path):
+    """Under 25 lines of code: docstring, comments and empty lines do not count."""
+    text = path.read_text()
+    start = ast.parse(text).body[0].end_lineno
+    lines = [line.strip() for line in text.splitlines()[start:]]
+    assert len([line for line in lines if line and not line.startswith("#")]) < 25
+
+
+def needs(module: str) -> None:
+    if not importlib.util.find_spec(module):
+        skip(f"{module} is not installed")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("module", ["numpy", "jax", "torch"])
+def test_layer_of_a_framework(module, ranks):
+    needs(module)
+    script = str(_FRAMEWORKS / f"{module}_layer.py")
+    checked(run_tdx("run", "-n", str(ranks), "--no-prefix", script, timeout_s=120), ranks)
+
+
+def test_layer_under_bare_mpirun():
+    checked(mpirun(2, str(_FRAMEWORKS / "numpy_layer.py")), 2)
+
+
+def test_layer_of_cupy():
+    """CuPy has no arrays without a GPU."""
+    if not (nvidia_gpus() and importlib.util.find_spec("cupy")):
+        pytest.skip("needs CuPy and a GPU")
+    script = str(_FRAMEWORKS / "cupy_layer.py")
+    ranks = min(nvidia_gpus(), 4)
+    checked(run_tdx("run", "-n", str(ranks), "--no-prefix", script, timeout_s=120), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_engine_with_sockets(ranks):
+    checked(python(str(_FRAMEWORKS / "engine_sockets.py"), str(ranks)), ranks)
+
+
+def test_engine_with_a_torch_store():
+    needs("torch")
+    script = str(_FRAMEWORKS / "engine_torch_store.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    checked(python(*torchrun, script, OMP_NUM_THREADS="1"), 2)
+
+
 def test_kernels_of_examples_compile_for_gpus():
     """They run on the host tier above; here for GPUs that need not be there."""
     data = dict.fromkeys(("x", "out", "gathered", "sums", "rows", "received"), "*fp32")
@@ -73,9 +126,18 @@ def test_kernels_of_examples_compile_for_gpus():
 
 def mpirun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
     """Run Python on `ranks` ranks with the MPI launcher itself."""
+    return started([*find_launcher().command(ranks), sys.executable, *words])
+
+
+def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python without a launcher."""
+    return started([sys.executable, *words], **environment)
+
+
+def started(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*find_launcher().command(ranks), sys.executable, *words],
-        env=tdx_environment(),
+        command,
+        env=tdx_environment(**environment),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -104,6 +166,21 @@ def test_tutorial(path, tmp_path):
                 assert line in said, f"{line!r} is not in:\n{said}"
             done = None
     assert done is None or done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", _TUTORIALS, ids=lambda path: path.stem)
+def test_excerpts_of_a_tutorial(path):
+    """Blocks marked `py` are lines of the example that the text names."""
+    excerpts = re.findall(r"^```py\n(.*?)^```", path.read_text(), re.M | re.S)
+    sources = [script.read_text() for script in _FRAMEWORKS.glob("*.py")]
+    for excerpt in excerpts:
+        lines = [line.strip() for line in excerpt.splitlines()]
+        found = any(is_part(lines, [s.strip() for s in text.splitlines()]) for text in sources)
+        assert found, excerpt
+
+
+def is_part(lines: list[str], whole: list[str]) -> bool:
+    return any(whole[n : n + len(lines)] == lines for n in range(len(whole)))
 
 
 def without_numbers(text: str) -> str:

@@ -123,8 +123,9 @@ def plan_fails(rank: Rank) -> None:
     """A plan whose workspace fails on one rank raises on all; the next one works."""
     import tdx
 
-    with rank.leaves_nothing():
+    with rank.leaves_modules():
         world = rank.init()
+        first = tdx.AllReduce(world, (1 << 19,), np.float32)  # loads the kernel
         rank.fake.heal()
         plan = tdx.AllReduce(world, (1 << 20,), np.float32)
         calls = rank.union(rank.fake.calls())
@@ -133,12 +134,32 @@ def plan_fails(rank: Rank) -> None:
             if rank.last:
                 rank.fake.fail(verb)
             with rank.raises(ERROR):
-                tdx.AllReduce(world, (1 << 20,), np.float32)
+                tdx.AllReduce(world, (1 << 22,), np.float32)
             rank.fake.heal()
         plan = tdx.AllReduce(world, (1 << 20,), np.float32)
-        del plan
+        del first, plan
         gc.collect()
         world.close()
+
+
+@scenario(2)
+def loading_fails(rank: Rank) -> None:
+    """A kernel that one rank cannot load fails the plan on all; the next attempt works."""
+    import tdx
+
+    with rank.leaves_modules():
+        world = rank.init()
+        for verb in ("cuModuleLoadData", "cuModuleGetFunction"):
+            rank.meet()
+            if rank.last:
+                rank.fake.fail(verb)
+            with rank.raises(ERROR):
+                tdx.AllReduce(world, (100,), np.float64)
+            rank.fake.heal()
+        plan = tdx.AllReduce(world, (100,), np.float64)
+        plan(world.zeros(100, np.float64))
+        world.close()
+        del plan
 
 
 @scenario(1, 2)
@@ -193,6 +214,24 @@ def no_peer_access(rank: Rank) -> None:
     with rank.leaves_nothing(), rank.raises("cannot reach", "topo -p2p", kind="DriverError"):
         rank.init()
     rank.fake.peer_access = 1
+
+
+@scenario(1)
+def probed_gpus(rank: Rank) -> None:
+    """What `tdx doctor` asks of the driver, without a context."""
+    from tdx.runtime.driver.cuda_device import probe
+
+    with rank.leaves_nothing():
+        count = rank.fake.devices
+        found = probe()
+        assert found["driver"].startswith("CUDA 1")
+        assert len(found["gpus"]) == count > 1
+        assert all(gpu["arch"].startswith("sm_") for gpu in found["gpus"])
+        assert found["gpus"][0]["memory_bytes"] == rank.fake.memory
+        assert found["gpus"][1]["reaches"] == [n for n in range(count) if n != 1]
+        rank.fake.peer_access = 0
+        assert probe()["gpus"][1]["reaches"] == []
+        rank.fake.peer_access = 1
 
 
 @scenario(1, 2)

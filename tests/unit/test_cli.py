@@ -32,7 +32,7 @@ def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
     text = capsys.readouterr().out
-    for name in ("run", "demo", "bench", "info"):
+    for name in ("run", "demo", "bench", "info", "doctor"):
         assert name in text
 
 

@@ -211,10 +211,10 @@ def test_forked_child_does_not_speak_for_its_rank():
 
 
 def test_page_cannot_be_made(monkeypatch):
-    def fail():
+    def fail(ranks):
         raise OSError("no memory files here")
 
-    monkeypatch.setattr("tdx.runtime.host_channel.create_page", fail)
+    monkeypatch.setattr("tdx.runtime.heartbeat.create_page", fail)
     before = open_fds()
     results = threads(3, lambda channel: None)
     assert isinstance(results[0], OSError)

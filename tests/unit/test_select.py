@@ -5,16 +5,29 @@ from __future__ import annotations
 import pytest
 
 from tdx.kernels.all_reduce import Config as AllReduceConfig
+from tdx.kernels.copying import VECTOR
 from tdx.kernels.matmul import Config as MatmulConfig
 from tdx.kernels.operand import byte_units
 from tdx.kernels.select import (
     CONSTANTS,
+    COSTS,
+    MOVEMENT,
+    STAGING_BYTES,
     block_bytes,
     block_elements,
+    broadcast_round_bytes,
+    cheapest,
+    gather_algorithm,
     low_latency_elements,
+    low_latency_words,
+    movement_algorithm,
     power_of_two,
+    push_block,
+    push_tile,
+    shard_block,
     tile_for,
 )
+from tdx.kernels.shards import Steps
 from tdx.runtime.errors import InvalidArgument
 
 
@@ -33,6 +46,83 @@ def test_blocks_are_powers_of_two_within_limits(backend, numel):
     assert block_bytes(backend, 8 * numel) == 8 * block
     for itemsize in (2, 4):
         assert 2 <= low_latency_elements(backend, numel, itemsize) <= block
+
+
+@pytest.mark.parametrize("backend", MOVEMENT)
+@pytest.mark.parametrize("nbytes", [1, 1000, 1 << 18, 1 << 20, 1 << 26, 1 << 33])
+def test_moved_blocks_are_the_same_bytes_whatever_the_words(backend, nbytes):
+    size, warps = push_block(backend, nbytes)
+    for width in (1, 2, 4, 8):
+        tile = push_tile(backend, size, warps, width)
+        assert tile["BLOCK"] * tile["GROUP"] * width == size
+        assert tile["BLOCK"] == power_of_two(tile["BLOCK"])
+        assert backend == "host" or tile["BLOCK"] <= 8 * 32 * tile["num_warps"]
+    words = low_latency_words(backend, -(-nbytes // 4))
+    assert words >= 2
+    assert words == power_of_two(words)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "hip"])
+def test_movement_by_size(backend):
+    small, large = MOVEMENT[backend].low_latency_bytes, MOVEMENT[backend].copy_engine_bytes
+    assert movement_algorithm(backend, small, 8, "push") == "low_latency"
+    assert movement_algorithm(backend, small + 1, 8, "push") == "push"
+    assert movement_algorithm(backend, small, 17, "scatter") == "scatter"
+    assert gather_algorithm(backend, small, 8, True) == "low_latency"
+    assert gather_algorithm(backend, large - 1, 8, True) == "push"
+    assert gather_algorithm(backend, large, 8, True) == "copy_engine"
+    assert gather_algorithm(backend, large, 8, False) == "push"
+
+
+@pytest.mark.parametrize("backend", MOVEMENT)
+def test_rounds_of_a_broadcast_grow_with_the_root_of_the_size(backend):
+    fewest, most = MOVEMENT[backend].broadcast_rounds
+    rounds = [broadcast_round_bytes(backend, 1 << shift) for shift in range(0, 40)]
+    assert rounds == sorted(rounds)
+    assert (rounds[0], rounds[-1]) == (fewest, most)
+    assert all(size == power_of_two(size) for size in rounds)
+    assert broadcast_round_bytes("cuda", 64 << 20) == 8 << 20
+
+
+@pytest.mark.parametrize("backend", CONSTANTS)
+@pytest.mark.parametrize("shard", [0, 1, 1000, 1 << 20, 1 << 33])
+def test_blocks_of_shards_are_valid(backend, shard):
+    for itemsize in (1, 2, 4, 8):
+        for ranks in (1, 4, 8):
+            config = AllReduceConfig("two_shot", *shard_block(backend, shard, itemsize, ranks))
+            assert config.block * itemsize <= 8 << 20
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("shard", [0, 1, 15, 17, 12345, 1 << 22, (1 << 28) + 1])
+@pytest.mark.parametrize("least", [None, 1, 7])
+def test_steps_cover_a_shard_within_bounded_memory(ranks, shard, least):
+    steps = Steps.make(shard, 2 * ranks * shard, least)
+    assert steps.elements == steps.vectors * VECTOR
+    assert (
+        (steps.count - 1) * steps.elements < max(1, shard) <= max(1, steps.count * steps.elements)
+    )
+    assert steps.slots * ranks * 2 * steps.elements <= STAGING_BYTES + 4 * ranks * 2 * VECTOR
+    assert steps.slots >= (4 if steps.count > 1 else 2)
+    if least is None and 4 * ranks * shard <= STAGING_BYTES:
+        assert steps.count == 1
+
+
+def test_the_cheapest_algorithm_follows_the_size():
+    """The figures of 4 x H200: words with flags for small arrays, fewest bytes for large ones."""
+
+    def chosen(nbytes):
+        sent = {
+            "low_latency": 6 * nbytes, "low_latency_two_shot": 3 * nbytes,
+            "one_shot": 3 * nbytes, "two_shot": 1.5 * nbytes,
+        }  # fmt: skip
+        return cheapest("cuda", sent)
+
+    assert chosen(4 << 10) == "low_latency"
+    assert chosen(256 << 10) == "low_latency_two_shot"
+    assert chosen(4 << 20) == "two_shot"
+    assert cheapest("cuda", {"one_shot": 1e3}) == "one_shot"
+    assert all(set(COSTS[backend]) == set(COSTS["cuda"]) for backend in CONSTANTS)
 
 
 @pytest.mark.parametrize("backend", CONSTANTS)

@@ -71,7 +71,7 @@ def case_any_alignment(world, dtype):
 def case_many_blocks_and_other_alignment_on_each_rank(world, size):
     """A block stages the bytes that its peers' block reads, however wide their words are."""
     with many_blocks():
-        plan = tdx.AllGather(world, size, "int8")
+        plan = tdx.AllGather(world, size, "int8", algorithm="pull")
     for begins in ([0] * world.size, range(world.size), range(2, 8 * world.size + 2, 8)):
         begin = begins[world.rank]
         x = world.array(values(world.rank, size + 64, "int8"), symmetric=False)

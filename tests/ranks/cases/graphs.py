@@ -36,3 +36,18 @@ def case_a_plan_cannot_be_made_while_recording(world):
         tdx.all_reduce(x)
     assert (tdx.all_reduce(x).numpy() == 0).all()
     world.barrier()
+
+
+@worlds(1, 2)
+def case_copies_are_recorded_wherever_the_array_was_used(world):
+    x, y = world.zeros(8, "float32"), world.zeros(8, "float32")
+    side = world.new_stream()
+    plan = tdx.AllReduce(world, (8,), "float32")
+    plan(x, out=y, stream=side)
+    with tdx.graph(world) as graph:
+        y.copy_from(x)
+    for number in (1, 2):
+        x[...] = np.full(8, number, np.float32)
+        graph.replay()
+        assert (y.numpy() == number).all()
+    world.barrier()

@@ -220,6 +220,8 @@ def case_no_descriptor_left(comm, backend):
 @worlds(2)
 def case_exports_outlive_the_world(comm, backend):
     """A NumPy view keeps the memory; close says so; letting go of it unmaps."""
+    if backend != "host":
+        return  # NumPy has no views of GPU memory; tests/gpu has this with CuPy's
     world = tdx.init(comm, backend=backend)
     x = world.array(np.full(4, world.rank, np.int32))
     local = world.array(np.arange(4, dtype=np.int32), symmetric=False)

@@ -10,11 +10,20 @@ from tests.helpers.reference import assert_same_bits, error_bound, product, redu
 
 
 def check_reductions(world, team, ranks):
-    for algorithm in ("one_shot", "low_latency"):
-        x = world.array(values(world.rank, 777, "float32"), symmetric=False)
+    size, me = len(ranks), (team or world).rank
+    x = world.array(values(world.rank, 77 * size, "float32"), symmetric=False)
+    wanted = reduced([values(rank, 77 * size, "float32") for rank in ranks])
+    for algorithm in ("one_shot", "two_shot", "low_latency", "low_latency_two_shot"):
         result = tdx.all_reduce(x, algorithm=algorithm, team=team)
-        wanted = reduced([values(rank, 777, "float32") for rank in ranks])
         assert_same_bits(result.numpy(), wanted, (ranks, algorithm))
+    for algorithm in ("push", "low_latency"):
+        result = tdx.reduce_scatter(x, algorithm=algorithm, team=team)
+        assert_same_bits(result.numpy(), wanted[77 * me : 77 * (me + 1)], (ranks, algorithm))
+    for algorithm in ("two_shot", "low_latency"):
+        result = tdx.reduce(x, size - 1, algorithm=algorithm, team=team)
+        assert (result is not None) == (me == size - 1)
+        if result is not None:
+            assert_same_bits(result.numpy(), wanted, (ranks, algorithm))
 
 
 def check_gathers(world, team, ranks):

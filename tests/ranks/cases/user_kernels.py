@@ -137,6 +137,8 @@ def case_nested_helpers_and_globals(world):
 
 @worlds(1)
 def case_closures(world):
+    if world.backend != "host":
+        return  # Triton's compiler looks annotations up among a kernel's globals only
     x = world.array(np.arange(8, dtype=np.int32))
     _close_over(tl.constexpr(10), tl)[(1,)](x, 8, BLOCK=8)
     assert (x.numpy() == 10 * np.arange(8) + 5).all()

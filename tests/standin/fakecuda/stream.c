@@ -247,11 +247,13 @@ CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
 
 typedef struct {
     Object head;
+    Context *context;
 } Module;
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     ENTER_CONTEXT("cuModuleLoadData");
     *module = object_new(MODULE, sizeof(Module));
+    current_context(&((Module *)*module)->context);
     DONE(CUDA_SUCCESS);
 }
 
@@ -295,7 +297,10 @@ static void run_nothing(const Work *work) {}
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters,
                           void **extra) {
     ENTER_CONTEXT("cuLaunchKernelEx");
-    if (!object_find(MODULE, function)) DONE(CUDA_ERROR_INVALID_HANDLE);
+    Module *module = object_find(MODULE, function);
+    Context *context;
+    current_context(&context);
+    if (!module || module->context != context) DONE(CUDA_ERROR_INVALID_HANDLE);
     fakecuda_launches++;
     DONE(submit(config->hStream, (Work){.run = run_nothing}));
 }

@@ -1,0 +1,33 @@
+"""A world that is open when its process ends: given back, and said."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.fake_comm import run_python
+
+OPEN = "import tdx; world = tdx.init(backend='host'); x = world.zeros(8, 'int32')\n"
+
+
+@pytest.mark.parametrize("warnings", ["always", "error"])
+def test_a_world_left_open(warnings):
+    done = run_python(OPEN + "del world", PYTHONWARNINGS=f"{warnings}::ResourceWarning")
+    assert done.returncode == 0
+    assert "ResourceWarning: <tdx.World rank 0 of 1, host> was left open at exit" in done.stderr
+
+
+FORK = """
+import os, sys
+if (pid := os.fork()) == 0:
+    sys.exit(0)  # the copy runs its exit handlers
+os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.parametrize("before", ["", FORK], ids=["closed", "forked"])
+def test_nothing_to_say(before):
+    """Of a world that was closed; by a forked copy, whose world it is not."""
+    code = f"{OPEN}{before}world.close()"
+    done = run_python(code, PYTHONWARNINGS="always::ResourceWarning")
+    assert done.returncode == 0
+    assert "left open" not in done.stderr
