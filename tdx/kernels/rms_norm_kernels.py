@@ -40,6 +40,16 @@ def _rounded(
 
 
 @triton.jit
+def _load_row(source, columns, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+    """A row as a tuple of pieces, filled up with 0."""
+    row = ()
+    for piece in tl.static_range(PIECES):
+        at = piece * BLOCK + tl.arange(0, BLOCK)
+        row = row + (tl.load(source + at, mask=at < columns, other=0.0),)  # noqa: RUF005
+    return row
+
+
+@triton.jit
 def _normalise(
     row, out, kept, weight, columns, when,
     EPS: tl.constexpr, KEEP: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
@@ -122,11 +132,11 @@ def low_latency_kernel(
             to = slot + me * stride + index * row_words + place
             for hop in tl.static_range(1, RANKS):
                 tdl.store_ll(to, words, flag, (me + hop) % RANKS, world, place < row_words)
+    sums = kept if HAS_RESIDUAL else out  # where h is until its norm is known
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         begin = tl.cast(index, tl.int64) * columns
         there = tl.full((BLOCK,), 1, tl.int1)
-        row = ()
-        for piece in tl.static_range(PIECES):
+        for piece in range(PIECES):
             at = piece * BLOCK + tl.arange(0, BLOCK)
             mask = at < columns
             own = to_words(tl.load(x + begin + at, mask=mask, other=0), PAIRS)
@@ -143,10 +153,11 @@ def low_latency_kernel(
                 total, bias, residual + begin, at, mask, out.dtype.element_ty,
                 HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
-            row = row + (h,)  # noqa: RUF005
+            tl.store(sums + begin + at, h, mask=mask & there)
+        program_barrier()  # what is read now was stored by other threads
+        row = _load_row(sums + begin, columns, PIECES, BLOCK)
         _normalise(
-            row, out + begin, kept + begin, weight, columns, there,
-            EPS, HAS_RESIDUAL, PIECES, BLOCK,
+            row, out + begin, kept + begin, weight, columns, there, EPS, False, PIECES, BLOCK
         )  # fmt: skip
 
 
@@ -184,11 +195,7 @@ def _normalise_rows(
     """Bring the norms of this block's rows of `source`, and with KEEP the rows, to the results."""
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         begin = tl.cast(index, tl.int64) * columns
-        row = ()
-        for piece in tl.static_range(PIECES):
-            at = piece * BLOCK + tl.arange(0, BLOCK)
-            h = tl.load(source + begin + at, mask=at < columns, other=0.0)
-            row = row + (h,)  # noqa: RUF005
+        row = _load_row(source + begin, columns, PIECES, BLOCK)
         _normalise(row, out + begin, kept + begin, weight, columns, True, EPS, KEEP, PIECES, BLOCK)
 
 

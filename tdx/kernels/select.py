@@ -200,7 +200,7 @@ def row_block(
     if backend == "host":
         return whole, 8
     # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or 2 words
-    many = words and ranks > 4  # the words of so many ranks need the registers of two threads
+    many = words and ranks > 4  # so many words need the registers of two threads
     threads = 256 if many or columns * itemsize <= 4 << 10 else 512
     piece = (8 if words else 32) // (1 if ranks <= 4 else 2)
     return min(whole, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
