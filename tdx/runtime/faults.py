@@ -103,7 +103,10 @@ class Faults:
     def _exception(self) -> TdxError:
         with self._lock:
             if self.first is None:
-                self.first = self._world.channels.explain(self._describe())
+                channels = self._world.channels
+                self.first = channels.explain(self._describe())
+                if channels.page is not None and isinstance(self.first, PeerTimeout):
+                    channels.page.tell_fault(str(self.first))
             return self.first
 
     def notice(self) -> bool:

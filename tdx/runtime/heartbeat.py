@@ -30,10 +30,12 @@ __all__ = ["ABORT_QUESTION", "HeartbeatPage", "beating", "create_page", "share_p
 # Questions that the ranks of a page can settle: two for each round of recovery, and one more.
 _ROUNDS = abi.MAX_RANKS
 ABORT_QUESTION = 2 * _ROUNDS  # which rank says why the job ends
-_BEATS, _STATE, _STAGE, _DAMAGED, _PROCESS = range(5)
+_BEATS, _STATE, _STAGE, _DAMAGED, _PROCESS, _FAULT_LENGTH = range(6)
 _SLOT_WORDS = 8  # 64-bit words, a cache line
 _ANSWERS = abi.MAX_RANKS * _SLOT_WORDS
-_PAGE_BYTES = (_ANSWERS + ABORT_QUESTION + 1) * 8
+_FAULTS_AT = (_ANSWERS + ABORT_QUESTION + 1) * 8
+_FAULT_BYTES = 1024  # of the text of a fault
+_PAGE_BYTES = _FAULTS_AT + abi.MAX_RANKS * _FAULT_BYTES
 _BOARD_AT = -(-_PAGE_BYTES // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 _CLOSED = 1
 _BEAT_S = 0.2  # between two heartbeats of a busy rank
@@ -102,6 +104,25 @@ class HeartbeatPage:
     def damaged(self, rank: int) -> bool:
         """The rank gave the world up because of a fault."""
         return bool(self._read(rank, _DAMAGED))
+
+    def tell_fault(self, text: str) -> None:
+        """Say what this rank waited for in vain, as far as there is room."""
+        data = text.encode(errors="replace")[:_FAULT_BYTES]
+        start = _FAULTS_AT + self._rank * _FAULT_BYTES
+        with self._lock:
+            if self._words:
+                self._map[start : start + len(data)] = data
+                self._write(_FAULT_LENGTH, len(data))  # last: who sees it sees the rest
+
+    def absence(self, rank: int, stage: int) -> str:
+        """Why a rank will not come to an operation of `stage` any more; empty: it may."""
+        if self.stage(rank) > stage:
+            return "gave it up and went on to world.recover(): call it here as well"
+        start = _FAULTS_AT + rank * _FAULT_BYTES
+        with self._lock:
+            length = 0 if stage else self._read(rank, _FAULT_LENGTH)
+            text = self._map[start : start + length] if length else b""
+        return f"has given up: {text.decode(errors='replace')}" if text else ""
 
     def process(self, rank: int) -> int:
         """Process id of a rank; 0: not known."""

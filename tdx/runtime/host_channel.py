@@ -17,13 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from tdx.runtime.board import Entry, explained
-from tdx.runtime.errors import (
-    Closed,
-    CollectiveMismatch,
-    PeerLost,
-    PeerTimeout,
-    TdxError,
-)
+from tdx.runtime.errors import Closed, CollectiveMismatch, PeerLost, PeerTimeout, TdxError
 from tdx.runtime.exchange import Mesh
 from tdx.runtime.frames import Inbox, Link, Message, encode, group_of, members_of, require_uncut
 from tdx.runtime.heartbeat import HeartbeatPage, beating, share_page
@@ -35,6 +29,7 @@ __all__ = ["HostChannel"]
 T = TypeVar("T")
 
 _TICK_S = 0.25  # between two looks at the heartbeats while waiting
+_GRACE_S = 0.5  # kernels' waits end before the host's: their faults say which signal was missing
 _GOODBYE_S = 0.5  # how long `close` tries to deliver what is queued
 
 
@@ -317,37 +312,41 @@ class HostChannel:
         signs = {peer: self._signs(peer) for peer in peers}
         while True:
             missing = [p for p in peers if (p, group, number) not in self._inbox]
-            gone = [p for p in missing if self._links[p].ended]
-            if gone:
+            if gone := [p for p in missing if self._links[p].ended]:
                 raise self._peer_lost(what, gone)
-            if ahead := [p for p in missing if self.page and self.page.stage(p) > self._stage]:
-                self._pump(0)  # what they said before
-            if ahead := [p for p in ahead if (p, group, number) not in self._inbox]:
-                why = ", which gave it up and went on to world.recover(): call it here as well"
-                raise self._late(what, ahead, ahead[0], why)
-            waiting = missing or [p for p in peers if self._links[p].unsent]
-            if not waiting:
+            self._refuse_the_vain(what, group, number, missing)
+            if not (waiting := missing or [p for p in peers if self._links[p].unsent]):
                 return
             now = time.monotonic()
             for peer in waiting:
                 if (seen := self._signs(peer)) != signs[peer]:
                     signs[peer], heard[peer] = seen, now
             oldest = min(heard[peer] for peer in waiting)
-            left = oldest + limit - now if limit else math.inf
+            left = oldest + limit + _GRACE_S - now if limit else math.inf
             if left <= 0:
                 silent = [peer for peer in waiting if heard[peer] == oldest]
                 why = f": nothing heard of {describe_ranks(silent)} for {limit:g} s (timeout_s). "
-                remedy = "Look at what these ranks do, or give tdx.init a larger timeout_s"
-                raise self._late(what, waiting, silent[0], why + remedy)
+                why += "Look at what these ranks do, or give tdx.init a larger timeout_s"
+                raise self._late(what, waiting, silent[0], why)
             self._pump(min(left, _TICK_S))
+
+    def _refuse_the_vain(self, what: str, group: int, number: int, missing: list[int]) -> None:
+        """Raise if one of `missing` will not come, for a reason that it has shown on the page."""
+        for peer in missing:
+            if self.page is not None and (why := self.page.absence(peer, self._stage)):
+                self._pump(0)  # what it said before, or that it has ended
+                if (peer, group, number) not in self._inbox and not self._links[peer].ended:
+                    raise self._late(what, [peer], peer, f", which {why}")
 
     def _signs(self, peer: int) -> tuple[int, int]:
         beats = self.page.beats(peer) if self.page is not None else 0
         return beats, self._links[peer].received
 
     def _peer_lost(self, what: str, gone: list[int]) -> PeerLost:
-        closed = [p for p in gone if p in self._departed]
-        how = "closed its world" if closed == gone else self._links[gone[0]].ended
+        closed = self._departed.issuperset(gone)
+        how = "closed its world" if closed else self._links[gone[0]].ended
+        if self.page is not None and (why := self.page.absence(gone[0], self._stage)):
+            how = f"{how}; rank {gone[0]} {why}"
         return PeerLost(f"{what}: lost {describe_ranks(gone)} ({how})", gone)
 
     def _late(self, what: str, missing: list[int], peer: int, why: str) -> TdxError:

@@ -92,6 +92,25 @@ def test_silence_is_a_timeout_that_names_all_missing_ranks():
     assert results_of(threads(4, body)) == [[b"0", b"1", b"2", b"3"]] * 4
 
 
+def test_a_peer_that_gave_up_is_not_waited_for():
+    def body(channel):
+        channel.barrier()
+        if channel.rank == 1:
+            channel.page.tell_fault("rank 1 waited 1 s for rank 0: signal arrivals[3]")
+            time.sleep(0.5)
+            return None
+        start = time.monotonic()
+        with pytest.raises(PeerTimeout, match=r"rank 1, which has given up: .* arrivals\[3\]") as e:
+            channel.barrier("after")
+        assert time.monotonic() - start < 0.45
+        assert (e.value.peer, e.value.operation) == (1, "after")
+        time.sleep(0.7)
+        with pytest.raises(PeerLost, match=r"closed its world; rank 1 has given up: .*arrivals"):
+            channel.barrier("later")
+
+    results_of(threads(3, body, timeout_s=30))
+
+
 def test_no_deadline():
     def body(channel):
         if channel.rank == 1:

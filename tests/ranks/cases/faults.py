@@ -31,6 +31,32 @@ def _exchange(out, signals, world, mute):
     tl.store(out + 2, 1, mask=again)
 
 
+@triton.jit
+def _ring(signals, world, mute):
+    me, size = tdl.rank(world), tdl.num_ranks(world)
+    tdl.notify(signals, (me + 1) % size, world, 1, when=me != mute)
+    tdl.wait(signals, world, 1, peer=(me + size - 1) % size)
+
+
+@isolated
+@worlds(3)
+@limit(30)
+def case_ranks_in_close_learn_of_it(comm, backend):
+    """One rank waits in a kernel, in vain, while the others are on their way out."""
+    world = tdx.init(comm, backend=backend, timeout_s=1.5)
+    signals = world.zeros(1, "int32", name="arrivals")
+    world.barrier()
+    _ring[(1,)](signals, world.handle, 0)
+    if world.rank == 1:
+        with pytest.raises(PeerTimeout, match=r"rank 0: kernel, signal arrivals\[0\]"):
+            world.synchronize()
+        world.close()
+    else:
+        world.synchronize()
+        with pytest.raises((PeerTimeout, PeerLost), match=r"has given up: .* arrivals\[0\]"):
+            world.close()
+
+
 @isolated
 @worlds(2, 3)
 @limit(30)

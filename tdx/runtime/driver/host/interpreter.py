@@ -11,6 +11,7 @@ This is the only file besides builder.py that touches the interpreter's internal
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import types
@@ -38,6 +39,8 @@ from tdx.runtime.errors import Closed, InvalidArgument
 __all__ = ["HostTritonDriver", "prepare", "set_launcher", "take_over"]
 
 Launcher = Callable[[PreparedKernel, dict[str, Any]], None]
+
+_PARSE_TRIES = 5
 
 _builder: HostBuilder | None = None
 _launcher: Launcher | None = None
@@ -135,8 +138,17 @@ def _interpreted(function: Any) -> Callable[..., Any]:
     raw = function.fn
     rewritten = _rewritten.get(raw)
     if rewritten is None:
-        rewritten = _rewritten[raw] = _Rewriter(raw).rewrite_ast()
+        rewritten = _rewritten[raw] = _rewrite(raw)
     return rewritten
+
+
+def _rewrite(raw: Any) -> Callable[..., Any]:
+    # while another thread parses, as the formatting of a traceback does, CPython 3.11 and 3.12
+    # may fail with "AST constructor recursion depth mismatch" (CPython issue 106905)
+    for _ in range(_PARSE_TRIES - 1):
+        with contextlib.suppress(SystemError):
+            return _Rewriter(raw).rewrite_ast()
+    return _Rewriter(raw).rewrite_ast()
 
 
 def _call(self: Any, *args: Any, **named: Any) -> Any:
