@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import subprocess
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 import tdx
+from tdx.runtime.driver.host import interpreter
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument
 from tests.helpers.host_kernels import add, count, nothing, spin
 
@@ -44,6 +46,25 @@ def _wrong_shapes(x):
     i = tl.arange(0, 4)
     value = tl.load(x + i)
     tl.store(x + i, value + tl.arange(0, 8))  # the wrong line
+
+
+@pytest.mark.parametrize("refusals", [1, 100])
+def test_a_parser_that_fails_beside_other_threads_is_asked_again(monkeypatch, refusals):
+    """CPython's may; not for ever, though."""
+    parse, calls = ast.parse, iter(range(refusals))
+
+    def failing(*args, **named):
+        if next(calls, None) is not None:
+            raise SystemError("AST constructor recursion depth mismatch (before=75, after=48)")
+        return parse(*args, **named)
+
+    monkeypatch.setattr(ast, "parse", failing)
+    if refusals == 100:
+        with pytest.raises(SystemError, match="depth mismatch"):
+            interpreter._rewrite(add.fn)
+        assert next(calls) < 20
+    else:
+        assert interpreter._rewrite(add.fn).__name__ == "add"
 
 
 def test_launches_are_asynchronous(world, settings):

@@ -9,6 +9,7 @@ import pytest
 
 import tdx
 from tests.helpers.commands import ROOT, run_tdx
+from tests.helpers.measured_table import measured_table
 
 _TEXT = (ROOT / "README.md").read_text()
 _DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -54,6 +55,10 @@ def test_operations_exist_and_missing_ones_do_not():
     assert missing is not None
     for name in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", missing[1]):
         assert not hasattr(tdx, name), f"{name} is there: take it off the list"
+
+
+def test_measured_figures_are_those_of_the_benchmarks():
+    assert measured_table() in _TEXT
 
 
 def test_errors_are_named_with_their_built_ins():

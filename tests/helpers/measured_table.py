@@ -1,0 +1,41 @@
+"""README's table of measured figures, from the files in docs/benchmarks.
+
+`python -m tests.helpers.measured_table` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from tests.helpers.commands import ROOT
+
+_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+_SIZES = {4 << 10: "4 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB",
+          256 << 20: "256 MiB"}  # fmt: skip
+
+
+def measured_table() -> str:
+    """Markdown: for each size the time of tdx, and in brackets that of the best peer."""
+    lines = [f"| µs | {' | '.join(_SIZES.values())} |", "|---|" + "---:|" * len(_SIZES)]
+    for operation in _OPERATIONS:
+        path = ROOT / "docs" / "benchmarks" / f"{operation}_4xH200.json"
+        rows = json.loads(path.read_text())["rows"]
+        of_size = {r["bytes"]: r for r in rows if r.get("memory") != "foreign"}
+        cells = [_cell(of_size[size]) for size in _SIZES]
+        lines.append(f"| `{operation}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict) -> str:
+    chosen = row["chosen"]
+    ours = row[chosen] if isinstance(chosen, str) else chosen
+    return f"{_short(ours)} ({_short(ours * row['ratio'])})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(measured_table())
