@@ -45,7 +45,6 @@ from tdx.kernels.operand import Operand, byte_units, elements, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import ALIGNMENT, Push, aligned, check_overlap
 from tdx.kernels.select import block_bytes, constants, gather_algorithm
-from tdx.language.signal import no_fault
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.errors import InvalidArgument
@@ -72,7 +71,7 @@ def pull_kernel(
     ranks = tdl.num_ranks(world)
     words = tl.cast(units, tl.int64) * UNIT
     slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * slot_units * UNIT
-    if no_fault(world):
+    if tdl.no_fault(world):
         copy_share(slot, x, words, index, parts, BLOCK)
     ok = tdl.barrier(channel, world)
     if ok:

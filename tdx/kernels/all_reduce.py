@@ -49,7 +49,6 @@ from tdx.kernels.reduction import (
 )
 from tdx.kernels.select import block_elements, cheapest, low_latency_elements, shard_block
 from tdx.kernels.two_shot import Run, bind_low_latency_two_shot, bind_two_shot
-from tdx.language.signal import no_fault
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
@@ -102,7 +101,7 @@ def one_shot_kernel(
     parts = tl.num_programs(0)
     ranks = tdl.num_ranks(world)
     slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * vectors * _VECTOR
-    if no_fault(world):
+    if tdl.no_fault(world):
         copy_share(slot, x, numel, index, parts, BLOCK)
     ok = tdl.barrier(channel, world)
     if ok:
@@ -139,13 +138,14 @@ def low_latency_kernel(
     stride = vectors * _VECTOR
     base = slots + (flag & 1).to(tl.int64) * RANKS * stride
     step = tl.num_programs(0) * BLOCK
+    sound = tdl.no_fault(world, uniform=False)
     for start in range(tl.program_id(0) * BLOCK, numel, step):
         offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         words = to_words(tl.load(x + offsets, mask=offsets < numel, other=0), PAIRS)
         at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, WORDS)
         own = base + me * stride + at
         for hop in tl.static_range(1, RANKS):
-            tdl.store_ll(own, words, flag, (me + hop) % RANKS, world, at < stride)
+            tdl.store_ll(own, words, flag, (me + hop) % RANKS, world, (at < stride) & sound)
     for start in range(tl.program_id(0) * BLOCK, numel, step):
         offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         mask = offsets < numel

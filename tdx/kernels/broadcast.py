@@ -80,9 +80,9 @@ def low_latency_kernel(
     slot = slots + (flag & 1).to(tl.int64) * vectors * _VECTOR
     read += tl.program_id(0) * ranks
     values = (count + PIECES - 1) // PIECES
-    ok = True
+    sound = tdl.no_fault(world, uniform=False)
     if me == root:
-        ok = tdl.wait_all(read, ranks, world, flag - 2)
+        sound = sound & tdl.wait_all(read, ranks, world, flag - 2)
     for start in range(tl.program_id(0) * BLOCK, values, tl.num_programs(0) * BLOCK):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         mask = at < values
@@ -90,7 +90,7 @@ def low_latency_kernel(
             words = load_words(x, at, count, mask, PIECES)
             for hop in range(1, ranks):
                 peer = (me + hop) % ranks
-                tdl.store_ll(slot + at * SPAN, words, flag, peer, world, mask & ok)
+                tdl.store_ll(slot + at * SPAN, words, flag, peer, world, mask & sound)
             store_words(out, at, words, count, mask, PIECES)
         else:
             words, there = tdl.load_ll(slot + at * SPAN, flag, world, mask, root, KIND, False)

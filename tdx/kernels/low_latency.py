@@ -78,6 +78,7 @@ def low_latency_kernel(
     base = slots + (flag & 1).to(tl.int64) * RANKS * stride
     values = (count + PIECES - 1) // PIECES
     step = tl.num_programs(0) * BLOCK
+    sound = tdl.no_fault(world, uniform=False)
     for start in range(tl.program_id(0) * BLOCK, values, step):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         mask = at < values
@@ -90,7 +91,7 @@ def low_latency_kernel(
         for hop in tl.static_range(1, RANKS):
             words = sent[hop - 1 if EACH else 0]
             to = base + me * stride + at * SPAN
-            tdl.store_ll(to, words, flag, (me + hop) % RANKS, world, mask)
+            tdl.store_ll(to, words, flag, (me + hop) % RANKS, world, mask & sound)
     for start in range(tl.program_id(0) * BLOCK, values, step):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         mask = at < values

@@ -98,6 +98,7 @@ def fused_kernel(
     TILE: tl.constexpr = BM * BN
     me = tdl.rank(world)
     number = tdl.epoch(channel)
+    sound = tdl.no_fault(world, uniform=False)
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
     tiles = tiles_m * tiles_n
@@ -119,11 +120,11 @@ def fused_kernel(
         if ONE_SHOT:
             for hop in range(1, RANKS + 1):
                 peer = (me + hop) % RANKS
-                tl.store(tdl.symm_at(to, peer, world) + at, value, mask=inside)
+                tl.store(tdl.symm_at(to, peer, world) + at, value, mask=inside & sound)
                 tdl.notify(signal, peer, world, number)
         else:
             owner = tile // owned
-            tl.store(tdl.symm_at(to, owner, world) + at, value, mask=inside)
+            tl.store(tdl.symm_at(to, owner, world) + at, value, mask=inside & sound)
             tdl.notify(signal, owner, world, number)
     first = 0 if ONE_SHOT else me * owned
     for local in range(tl.program_id(0), tl.minimum(owned, tiles - first), tl.num_programs(0)):

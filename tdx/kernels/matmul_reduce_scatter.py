@@ -44,7 +44,6 @@ from tdx.kernels.matmul import (
 )
 from tdx.kernels.operand import elements, flattened, operand
 from tdx.kernels.plan import Plan, plain_shape
-from tdx.language.signal import no_fault
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
@@ -76,7 +75,7 @@ def produce_kernel(
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     number = tl.load(epoch)
-    ok = no_fault(world)
+    ok = tdl.no_fault(world)
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
     tiles = tiles_m * tiles_n

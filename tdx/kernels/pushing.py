@@ -53,9 +53,10 @@ def announce(places, stage, out, direct, number, world):
     own = places + 2 * tl.program_id(0) * ranks
     peers = tl.arange(0, _LANES)
     mask = peers < ranks
+    sound = tdl.no_fault(world, uniform=False)
     distance = tl.where(direct != 0, out.to(tl.int64) - stage.to(tl.int64), 0)
     distances = tl.zeros((_LANES,), tl.int64) + distance
-    tdl.store_ll(own + 2 * tdl.rank(world), distances, number, peers, world, mask)
+    tdl.store_ll(own + 2 * tdl.rank(world), distances, number, peers, world, mask & sound)
     return tdl.load_ll(own + 2 * peers, number, world, mask, peers, tl.int64)
 
 

@@ -49,7 +49,6 @@ from tdx.kernels.shards import (
     sum_of_ranks,
     sum_of_words,
 )
-from tdx.language.signal import no_fault
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
@@ -95,7 +94,7 @@ def push_kernel(
     me = tdl.rank(world).to(tl.int64)
     pushed = signals + index * RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
-    ok = (steps > 0) & no_fault(world)
+    ok = (steps > 0) & tdl.no_fault(world)
     for s in range(0, steps + 1):
         now = first + s
         if s < steps:
@@ -136,8 +135,11 @@ def low_latency_kernel(
     slot = words + (flag & 1) * RANKS * stride
     first = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK
+    sound = tdl.no_fault(world, uniform=False)
     for start in range(first, shard, step):
-        push_words(x, slot, stride, flag, world, RANKS * shard, shard, start, RANKS, PAIRS, BLOCK)
+        push_words(
+            x, slot, stride, flag, world, RANKS * shard, shard, start, sound, RANKS, PAIRS, BLOCK
+        )
     for start in range(first, shard, step):
         total, arrived = sum_of_words(
             x, slot, stride, flag, world, RANKS * shard, shard, start, OP, RANKS, PAIRS, BLOCK

@@ -80,7 +80,8 @@ def one_shot_kernel(
     """Stage the own rows, meet, and reduce and normalise everybody's."""
     columns = known(columns, EVEN)
     slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * slot_vectors * _VECTOR
-    _copy_rows(slot, x, rows, columns, BLOCK)
+    if tdl.no_fault(world):
+        _copy_rows(slot, x, rows, columns, BLOCK)
     ok = tdl.barrier(channel, world)
     if ok:
         for index in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -123,6 +124,7 @@ def low_latency_kernel(
     row_words = tl.cast(row_vectors, tl.int64) * _VECTOR
     stride = rows * row_words
     slot = slots + (flag & 1) * RANKS * stride
+    sound = tdl.no_fault(world, uniform=False)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         for piece in range(PIECES):
             at = piece * BLOCK + tl.arange(0, BLOCK)
@@ -131,7 +133,8 @@ def low_latency_kernel(
             place = piece * WORDS + tl.arange(0, WORDS)
             to = slot + me * stride + index * row_words + place
             for hop in tl.static_range(1, RANKS):
-                tdl.store_ll(to, words, flag, (me + hop) % RANKS, world, place < row_words)
+                sent = (place < row_words) & sound
+                tdl.store_ll(to, words, flag, (me + hop) % RANKS, world, sent)
     sums = kept if HAS_RESIDUAL else out  # where h is until its norm is known
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         begin = tl.cast(index, tl.int64) * columns
@@ -216,7 +219,7 @@ def two_shot_kernel(
     pushed = signals + tl.program_id(0) * (2 * RANKS)
     reduced = pushed + RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
-    ok = steps > 0
+    ok = (steps > 0) & tdl.no_fault(world)
     for s in range(0, steps + 2):
         now = first + s
         if s < steps:

@@ -117,18 +117,19 @@ def sum_of_ranks(own, slot, size, at, mask, world, OP: tl.constexpr, RANKS: tl.c
 
 @triton.jit
 def push_words(
-    x, slot, stride, flag, world, numel, shard, start, RANKS: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, slot, stride, flag, world, numel, shard, start, when,
+    RANKS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push BLOCK elements from `start` on of every other rank's shard as words with flags.
 
-    They go to this rank's place in `slot`, which has `stride` words for each rank.
+    They go to this rank's place in `slot`, which has `stride` words for each rank; nothing does
+    unless `when`.
     """
     me = tdl.rank(world)
     for hop in tl.static_range(1, RANKS):
         peer = (me + hop) % RANKS
         words, at = _words_of(x, peer, numel, shard, start, PAIRS, BLOCK)
-        tdl.store_ll(slot + me * stride + at, words, flag, peer, world, at < stride)
+        tdl.store_ll(slot + me * stride + at, words, flag, peer, world, (at < stride) & when)
 
 
 @triton.jit

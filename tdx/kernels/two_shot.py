@@ -156,7 +156,7 @@ def two_shot_kernel(
     pushed = signals + tl.program_id(0) * (2 * RANKS)
     reduced = pushed + RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
-    ok = steps > 0
+    ok = (steps > 0) & tdl.no_fault(world)
     for s in range(0, steps + 2):
         now = first + s
         if s < steps:
@@ -217,8 +217,9 @@ def low_latency_two_shot_kernel(
     results = parts + RANKS * in_words
     first = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK
+    sound = tdl.no_fault(world, uniform=False)
     for start in range(first, shard, step):
-        push_words(x, parts, in_words, flag, world, numel, shard, start, RANKS, PAIRS, BLOCK)
+        push_words(x, parts, in_words, flag, world, numel, shard, start, sound, RANKS, PAIRS, BLOCK)
     for start in range(first, shard, step):
         offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
@@ -229,9 +230,9 @@ def low_latency_two_shot_kernel(
         value = to_words(total.to(RESULT), RESULT_PAIRS)
         if RESULT_PAIRS:
             low, high = tl.split(tl.reshape(arrived, (BLOCK // 2, 2)))
-            sent = low & high
+            sent = low & high & sound
         else:
-            sent = arrived
+            sent = arrived & sound
         for hop in tl.static_range(1, RANKS):
             to = results + me * out_words + at
             tdl.store_ll(to, value, flag, (me + hop) % RANKS, world, sent & (at < out_words))

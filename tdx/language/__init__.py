@@ -25,6 +25,7 @@ from tdx.language.memory import (
 from tdx.language.signal import (
     load_ll,
     load_ll_all,
+    no_fault,
     notify,
     program_index,
     store_ll,
@@ -44,6 +45,7 @@ __all__ = [
     "grid_barrier",
     "load_ll",
     "load_ll_all",
+    "no_fault",
     "nothing_done",
     "notify",
     "num_blocks",

@@ -155,7 +155,8 @@ def store_ll(ptr, value, flag, peer, world, mask=True):
 
     Ordering: none, and none needed for the data itself; earlier stores of the program are not
     ordered before it. System scope; the flag never arrives before its data.
-    Fault: stores also while a fault stands. Memory used for this holds nothing else, ever.
+    Fault: stores also while a fault stands, unless masked by `no_fault`: what a peer gets from a
+    rank that gave up looks right to it. Memory used for this holds nothing else, ever.
     Replay safety: that of the flag. Two slots used in turn (by the epoch's parity) let a sender
     run one call ahead where each call waits for every peer.
     """
@@ -304,16 +305,26 @@ def load_ll_all(
 
 
 @triton.jit
-def no_fault(world):
-    """Whether no fault stands, a scalar int1, the same in every thread of the program.
+def no_fault(world, uniform: tl.constexpr = True):
+    """Whether no fault stands on this rank, a scalar int1.
 
     For what a kernel stores for its peers before its first wait: where an earlier call of the rank
-    gave up, a peer may only now come to that call, and must not find data of a later one.
+    gave up, a peer may only now come to that call, and must not find data of a later one, which
+    was computed from what did not arrive.
+
+    Parameters
+    ----------
+    world : handle
+    uniform : bool
+        The same in every thread of the program. False: each thread looks for itself, and none
+        waits for others; for masks only.
     """
     if is_host():
         clear = host.no_fault(world.control)
     else:
-        clear = _all_lanes(device_call("tdx_fault", "i64", "i64", (world.control,)) == 0)
+        clear = device_call("tdx_fault", "i64", "i64", (world.control,)) == 0
+        if uniform:
+            clear = _all_lanes(clear)
     return clear
 
 

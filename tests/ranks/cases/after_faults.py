@@ -1,0 +1,85 @@
+"""A rank that gave up sends nothing more: a peer that is late finds no data of its later calls."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+import triton
+
+import tdx
+import tdx.language as tdl
+from tdx.runtime.errors import PeerTimeout, TdxError
+from tests.helpers.cases import isolated, limit, worlds
+
+TIMEOUT_S = 0.4
+SHAPE = (32, 64)
+WEIGHTS = {tdx.AllReduceRmsNorm: (64,), tdx.AllGatherMatmul: (64, 16),
+           tdx.MatmulReduceScatter: (64, 16), tdx.MatmulAllReduce: (64, 16)}  # fmt: skip
+ALGORITHMS = [
+    (tdx.AllReduce, (), ["low_latency", "low_latency_two_shot", "one_shot", "two_shot"]),
+    (tdx.ReduceScatter, (), ["low_latency", "push"]),
+    (tdx.Reduce, (1,), ["low_latency", "two_shot"]),
+    (tdx.AllGather, (), ["low_latency", "push", "pull"]),
+    (tdx.AllToAll, (), ["low_latency", "push"]),
+    (tdx.Broadcast, (0,), ["low_latency", "scatter"]),
+    (tdx.AllReduceRmsNorm, (), ["low_latency", "one_shot", "two_shot"]),
+    (tdx.AllGatherMatmul, ((64, 16),), [None]),
+    (tdx.MatmulReduceScatter, ((64, 16),), [None]),
+    (tdx.MatmulAllReduce, ((64, 16),), ["one_shot", "two_shot"]),
+]
+
+
+@triton.jit
+def patient_kernel(signals, world):
+    """Waits for a signal that never comes."""
+    tdl.wait(signals, world, 1)
+
+
+@isolated
+@worlds(2)
+@limit(60)
+@pytest.mark.parametrize(
+    ("make", "args", "algorithms"), ALGORITHMS, ids=[a[0].__name__ for a in ALGORITHMS]
+)
+def case_nothing_is_sent(comm, backend, make, args, algorithms):
+    for algorithm in algorithms:
+        options = {} if algorithm is None else {"algorithm": algorithm}
+        # products take the shape of b before the dtype
+        shapes, rest = (args, ()) if args and isinstance(args[0], tuple) else ((), args)
+        world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
+        plan = make(world, SHAPE, *shapes, "float32", *rest, **options)
+        # words of the next call would be taken; other slots are the second next one's again
+        later = 1 if algorithm and algorithm.startswith("low_latency") else 2
+        more = [np.ones(WEIGHTS[make], np.float32)] if make in WEIGHTS else []
+        _late_rank(world, plan, more, later)
+        with contextlib.suppress(TdxError):
+            world.close()
+        comm.Barrier()
+
+
+def _late_rank(world, plan, more, later):
+    """Rank 0 calls the plan, gives up, and calls it `later` times more; then rank 1 calls it."""
+    given = [world.array(np.full(SHAPE, value, np.float32)) for value in (1 + world.rank, 9)]
+    more = [world.array(m) for m in more]
+    signals = world.zeros(1, "int32")
+    for _ in range(3):
+        result = plan(given[0], *more)
+        wanted = None if result is None else np.array(result.numpy())
+    world.barrier()
+    plan(given[0], *more) if world.rank == 0 else time.sleep(3.5 * TIMEOUT_S)
+    if world.rank == 0:
+        patient_kernel[(1,)](signals, world.handle)
+        for _ in range(later):
+            plan(given[1], *more)
+    else:
+        result = plan(given[0], *more)  # what was sent before the fault is good, if it is enough
+        with contextlib.suppress(PeerTimeout):
+            world.synchronize()
+            if wanted is not None:
+                np.testing.assert_array_equal(result.numpy(), wanted)
+            plan(given[0], *more)
+    with pytest.raises(PeerTimeout):
+        world.synchronize()
