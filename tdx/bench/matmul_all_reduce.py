@@ -55,6 +55,7 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
         compared.ours(algorithm or "chosen", fused, result)
     compared.time()
     sent = 2 * (world.size - 1) / world.size * result.out.nbytes
-    bench.rate_product(row, ("chosen",), SEQUENCES, sent)
+    alone = row.get("library", row["matmul"])
+    bench.rate(row, ("chosen",), SEQUENCES, sent, alone)
     row["chosen_host"] = host_time(world, fused)
     return row

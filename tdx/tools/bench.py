@@ -38,11 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from tdx.tools import presets
 
     names = sorted(module.name for module in pkgutil.iter_modules(tdx.bench.__path__))
-    parser.add_argument("operation", choices=names)
+    parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
     parser.add_argument("-n", "--ranks", type=int, default=4, help="number of ranks (default 4)")
-    parser.add_argument("--backend", choices=("host", "cuda", "hip"))
     parser.add_argument(
-        "--sizes", help="of collectives: bytes per rank, comma-separated; K, M and G are binary"
+        "--backend", choices=("host", "cuda", "hip"), help="where (default: GPUs if there are any)"
+    )
+    parser.add_argument(
+        "--sizes",
+        metavar="BYTES,...",
+        help="of collectives: bytes per rank; K, M and G are binary",
     )
     parser.add_argument(
         "--shapes",
@@ -56,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shapes of products (default: default, on the host tier tiny)",
     )
     parser.add_argument("--dtype", default="bfloat16", help="element type (default bfloat16)")
-    parser.add_argument("--no-peers", action="store_true", help="measure tdx only")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
-    parser.add_argument("--plot", metavar="FILE", help="draw the times (needs matplotlib)")
+    parser.add_argument("--no-peers", action="store_true", help="measure tdx alone")
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON as well")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times as PNG (needs matplotlib)")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
 
 
@@ -104,8 +108,6 @@ class Bench:
     world : World
     dtype : np.dtype
     peers : Peers
-    notes : list of str
-        What is said below the table.
     """
 
     def __init__(self, world: Any, args: argparse.Namespace):
@@ -115,7 +117,6 @@ class Bench:
         self.world = world
         self.dtype = dtypes.resolve(args.dtype)
         self.peers = Peers("--no-peers") if args.no_peers else open_peers(world)
-        self.notes: list[str] = []
         self._args = args
 
     def sizes(self, default: Sequence[int]) -> list[int]:
@@ -182,17 +183,6 @@ class Bench:
             row["floor"] = max(_FLOOR_US, sent / _LINK_BYTES_PER_US, alone)
             row["% of floor"] = 100 * row["floor"] / min(mine)
 
-    def rate_product(
-        self, row: dict[str, Any], ours: Sequence[str], sequences: Sequence[str], sent: float
-    ) -> None:
-        """The same for a product over ranks, against sequences of a product and a collective."""
-        self.rate(row, ours, sequences, sent, row.get("library", row["matmul"]))
-        if self.peers.missing and not self.notes:
-            self.notes.append(
-                f"library: {self.peers.missing}; what needs it is left out, and the floor and the "
-                "ratio are with tdx's own matmul"
-            )
-
 
 def _bytes(text: str) -> int:
     units = {"K": 10, "M": 20, "G": 30}
@@ -220,7 +210,7 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
             if world.rank == 0:
                 print(_line(row, module.COLUMNS, args.markdown), flush=True)
         bench.peers.close()
-        notes = bench.notes + _failures(rows)
+        notes = _notes(bench.peers.missing, module.COLUMNS, rows)
         if world.rank == 0:
             print("".join(f"\n{note}" for note in notes), end="\n" * bool(notes), flush=True)
         if world.rank == 0 and args.json:
@@ -254,17 +244,22 @@ def _heading(columns: Sequence[str], markdown: bool) -> str:
     return "".join(f"{n:>{w}}" for n, w in zip(columns, _widths(columns), strict=True))
 
 
-def _failures(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the stars in the table stand for: each failure of a peer, and the first row it is in."""
+def _notes(missing: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What is said below the table: why columns are empty, and what its stars stand for."""
+    notes = []
+    if missing and any("nccl" in name for name in columns):
+        note = f"nothing to compare with ({missing}): those columns are empty"
+        own = "; floor and ratio are with tdx's own matmul" if "library" in columns else ""
+        notes.append(note + own)
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        shape = ",".join(str(row[axis]) for axis in ("M", "N", "K") if axis in row)
+        shape = ",".join(str(row[axis]) for axis in "MNK" if axis in row)
         for name, reason in row.get("failed", {}).items():
             found.setdefault((name, reason), []).append(shape)
-    return [
-        f"* {name}, {shapes[0]}{f' and {len(shapes) - 1} more' * (len(shapes) > 1)}: {reason}"
-        for (name, reason), shapes in found.items()
-    ]
+    for (name, reason), shapes in found.items():
+        more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+        notes.append(f"* {name} at {shapes[0]}{more}: {reason}")
+    return notes
 
 
 def _line(row: dict[str, Any], columns: Sequence[str], markdown: bool) -> str:
