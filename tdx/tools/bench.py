@@ -253,7 +253,7 @@ def _notes(missing: str, columns: Sequence[str], rows: Sequence[dict[str, Any]])
         notes.append(note + own)
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        shape = ",".join(str(row[axis]) for axis in "MNK" if axis in row)
+        shape = ",".join(str(row[axis]) for axis in ("bytes", *"MNK") if axis in row)
         for name, reason in row.get("failed", {}).items():
             found.setdefault((name, reason), []).append(shape)
     for (name, reason), shapes in found.items():

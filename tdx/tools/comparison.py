@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tdx.runtime.world import World
     from tdx.tools.reference import Result
 
-__all__ = ["Comparison", "Way", "WrongResult", "shared_reason"]
+__all__ = ["Comparison", "Way", "WrongResult", "attempt", "shared_reason"]
 
 _LONGEST_REASON = 200
 
@@ -79,11 +79,11 @@ class Comparison:
     def peers(self, makers: Mapping[str, Callable[[], Way]], result: Result) -> None:
         """Check and record what `makers` give; what fails on one rank is left out on all."""
         for name, make in makers.items():
-            way, reason = self._attempt(name, make)
+            way, reason = attempt(self._world, name, make)
             if not reason:
-                _, reason = self._attempt(name, partial(self._check, way, result))
+                _, reason = attempt(self._world, name, partial(self._check, way, result))
             if not reason:
-                replay, reason = self._attempt(name, partial(self._record, way))
+                replay, reason = attempt(self._world, name, partial(self._record, way))
             if reason:
                 self._row.setdefault("failed", {})[name] = reason
             else:
@@ -92,16 +92,6 @@ class Comparison:
     def time(self) -> None:
         """Add the times to the row."""
         self._row |= times_in_turn(self._world, self._replays, self._calls)
-
-    def _attempt(self, name: str, step: Callable[[], Any]) -> tuple[Any, str]:
-        """What `step` gives here, and why it failed anywhere, or ""."""
-        found, reason = None, ""
-        with self._world.channels.busy(name):
-            try:
-                found = step()
-            except Exception as error:  # other libraries raise what they like
-                reason = f"{type(error).__name__}: {error}"
-        return found, shared_reason(self._world, name, reason)
 
     def _check(self, way: Way, result: Result) -> None:
         """Run it once, on poisoned memory."""
@@ -119,6 +109,17 @@ class Comparison:
         if way.record is not None:
             return way.record(self._calls)
         return recorded(self._world, way.call, self._calls)
+
+
+def attempt(world: World, name: str, step: Callable[[], Any]) -> tuple[Any, str]:
+    """What `step` of peer `name` gives here, and why it failed on any rank, or "". Collective."""
+    found, reason = None, ""
+    with world.channels.busy(name):
+        try:
+            found = step()
+        except Exception as error:  # other libraries raise what they like
+            reason = f"{type(error).__name__}: {error}"
+    return found, shared_reason(world, name, reason)
 
 
 def shared_reason(world: World, what: str, reason: str) -> str:

@@ -1,6 +1,7 @@
 """What others offer, measured in the same process and run: NCCL and symmetric memory of PyTorch.
 
-PyTorch is only used when it is installed; without it, or off the GPU, every peer is left out.
+PyTorch is only used when it is installed; without it, or off the GPU, every peer is left out. A
+peer that fails is left out of the times, and named with its reason under "failed".
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tdx.tools.comparison import shared_reason
+from tdx.tools.comparison import attempt, shared_reason
 from tdx.tools.product_peers import Products, TorchProducts
 from tdx.tools.timing import replay_time
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Peers", "open_peers"]
 
 _CALLS = 20
+Makers = dict[str, Callable[[], Callable[[], Any]]]  # by name what gives a call
 
 
 class Peers:
@@ -44,23 +46,23 @@ class Peers:
         self.missing = missing
         self.products = Products()
 
-    def all_reduce(self, values: np.ndarray) -> dict[str, float]:
+    def all_reduce(self, values: np.ndarray) -> dict[str, Any]:
         """Microseconds by peer for one all-reduce of `values`."""
         return {}
 
-    def reduce_scatter(self, values: np.ndarray) -> dict[str, float]:
+    def reduce_scatter(self, values: np.ndarray) -> dict[str, Any]:
         """Microseconds by peer for one reduce-scatter of `values`."""
         return {}
 
-    def all_gather(self, values: np.ndarray) -> dict[str, float]:
+    def all_gather(self, values: np.ndarray) -> dict[str, Any]:
         """The same for an all-gather of every rank's `values`, uint8."""
         return {}
 
-    def all_to_all(self, values: np.ndarray) -> dict[str, float]:
+    def all_to_all(self, values: np.ndarray) -> dict[str, Any]:
         """The same for an all-to-all of `values`, uint8, a multiple of the ranks."""
         return {}
 
-    def broadcast(self, values: np.ndarray) -> dict[str, float]:
+    def broadcast(self, values: np.ndarray) -> dict[str, Any]:
         """The same for a broadcast of rank 0's `values`, uint8."""
         return {}
 
@@ -81,7 +83,8 @@ class TorchPeers(Peers):
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symm
 
-        self._world, self.torch, self.dist, self.symm = world, torch, dist, symm
+        self._world, self.torch, self.dist = world, torch, dist
+        self.symm: Any = symm
         torch.cuda.set_device(world.device.index)
         store = dist.TCPStore("127.0.0.1", port, world.size, world.rank == 0)
         device = torch.device("cuda", world.device.index)
@@ -94,54 +97,70 @@ class TorchPeers(Peers):
         self.names = f"torch {torch.__version__}, NCCL {version}"
         self.products = TorchProducts(self)
 
-    def all_reduce(self, values: np.ndarray) -> dict[str, float]:
-        torch, symm = self.torch, self.symm
-        dtype = getattr(torch, values.dtype.name)
-        x = torch.from_numpy(values.astype(np.float32)).to(device="cuda", dtype=dtype)
-        times = {"nccl": self._time(lambda: self.dist.all_reduce(x))}
+    def all_reduce(self, values: np.ndarray) -> dict[str, Any]:
+        x = self._floats(values)
+        ops, name = self.torch.ops.symm_mem, self.group.group_name
+
+        def one_shot() -> Callable[[], Any]:
+            return partial(ops.one_shot_all_reduce, self._symmetric(x), "sum", name)
+
+        def two_shot() -> Callable[[], Any]:
+            return partial(ops.two_shot_all_reduce_, self._symmetric(x), "sum", name)
+
+        makers: Makers = {"nccl": lambda: partial(self.dist.all_reduce, x)}
         # torch's symmetric kernels need whole 16-byte vectors on every rank
-        if values.nbytes % (16 * self._world.size) or values.dtype.name not in (
-            "bfloat16",
-            "float32",
-        ):
-            return times
-        shared = symm.empty(x.shape, dtype=dtype, device="cuda")
-        symm.rendezvous(shared, self.group)
-        shared.copy_(x)
-        name = self.group.group_name
-        ops = torch.ops.symm_mem
-        if values.nbytes <= 16 << 20:
-            one_shot = partial(ops.one_shot_all_reduce, shared, "sum", name)
-            times["torch_one_shot"] = self._time(one_shot)
-        times["torch_two_shot"] = self._time(lambda: ops.two_shot_all_reduce_(shared, "sum", name))
-        return times
+        whole = values.nbytes % (16 * self._world.size) == 0
+        if whole and values.dtype.name in ("bfloat16", "float32"):
+            if values.nbytes <= 16 << 20:
+                makers["torch_one_shot"] = one_shot
+            makers["torch_two_shot"] = two_shot
+        return self._times(makers)
 
-    def reduce_scatter(self, values: np.ndarray) -> dict[str, float]:
-        torch = self.torch
-        dtype = getattr(torch, values.dtype.name)
-        x = torch.from_numpy(values.astype(np.float32)).to(device="cuda", dtype=dtype)
-        out = torch.empty(x.numel() // self._world.size, dtype=dtype, device="cuda")
-        return {"nccl": self._time(lambda: self.dist.reduce_scatter_tensor(out, x))}
+    def reduce_scatter(self, values: np.ndarray) -> dict[str, Any]:
+        x = self._floats(values)
+        out = self.torch.empty(x.numel() // self._world.size, dtype=x.dtype, device="cuda")
+        return self._times({"nccl": lambda: partial(self.dist.reduce_scatter_tensor, out, x)})
 
-    def all_gather(self, values: np.ndarray) -> dict[str, float]:
+    def all_gather(self, values: np.ndarray) -> dict[str, Any]:
         x = self.torch.from_numpy(values).to("cuda")
         out = self.torch.empty(self._world.size * x.numel(), dtype=x.dtype, device="cuda")
-        return {"nccl": self._time(lambda: self.dist.all_gather_into_tensor(out, x))}
+        return self._times({"nccl": lambda: partial(self.dist.all_gather_into_tensor, out, x)})
 
-    def all_to_all(self, values: np.ndarray) -> dict[str, float]:
+    def all_to_all(self, values: np.ndarray) -> dict[str, Any]:
         x = self.torch.from_numpy(values).to("cuda")
         out = self.torch.empty_like(x)
-        return {"nccl": self._time(lambda: self.dist.all_to_all_single(out, x))}
+        return self._times({"nccl": lambda: partial(self.dist.all_to_all_single, out, x)})
 
-    def broadcast(self, values: np.ndarray) -> dict[str, float]:
+    def broadcast(self, values: np.ndarray) -> dict[str, Any]:
         x = self.torch.from_numpy(values).to("cuda")
-        return {"nccl": self._time(lambda: self.dist.broadcast(x, src=0))}
+        return self._times({"nccl": lambda: partial(self.dist.broadcast, x, src=0)})
 
-    def _time(self, call: Callable[[], Any]) -> float:
-        """As device_time, with PyTorch's own graphs."""
-        replay = self.recorded(call, _CALLS)
-        replay()
-        return replay_time(self._world, replay, _CALLS)
+    def _floats(self, values: np.ndarray) -> Any:
+        """`values` as a tensor of the same type."""
+        dtype = getattr(self.torch, values.dtype.name)
+        return self.torch.from_numpy(values.astype(np.float32)).to(device="cuda", dtype=dtype)
+
+    def _symmetric(self, x: Any) -> Any:
+        """A copy of tensor `x` in symmetric memory."""
+        shared = self.symm.empty(x.shape, dtype=x.dtype, device="cuda")
+        self.symm.rendezvous(shared, self.group)
+        shared.copy_(x)
+        return shared
+
+    def _times(self, makers: Makers) -> dict[str, Any]:
+        """Microseconds of what each maker gives, as device_time, with PyTorch's own graphs."""
+        times: dict[str, Any] = {}
+        for name, make in makers.items():
+            replay, reason = attempt(self._world, name, partial(self._made, make))
+            if reason:
+                times.setdefault("failed", {})[name] = reason
+            else:
+                replay()
+                times[name] = replay_time(self._world, replay, _CALLS)
+        return times
+
+    def _made(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
+        return self.recorded(make(), _CALLS)
 
     def recorded(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
         """What replays `calls` calls on the world's stream, recorded by PyTorch."""
@@ -154,7 +173,12 @@ class TorchPeers(Peers):
             for _ in range(calls):
                 call()
         torch.cuda.synchronize()
-        return partial(self.queued, graph.replay)
+
+        def replay() -> None:
+            self.queued(graph.replay)
+            _ = call  # the graph does not hold what it uses
+
+        return replay
 
     def queued(self, call: Callable[[], Any]) -> Any:
         """What `call` returns, its work queued on the world's stream."""
@@ -178,13 +202,8 @@ def open_peers(world: World) -> Peers:
         return Peers(missing)
     port = str(_free_port() if world.rank == 0 else 0)
     port = world.channels.allgather(port.encode(), "peers' port")[0].decode()
-    with world.channels.busy("peers"):
-        try:
-            peers: Peers = TorchPeers(world, int(port))
-        except Exception as error:  # PyTorch raises what it likes
-            missing = f"PyTorch does not start: {type(error).__name__}: {error}"
-    missing = shared_reason(world, "peers", missing)
-    return Peers(missing) if missing else peers
+    peers, reason = attempt(world, "peers", lambda: TorchPeers(world, int(port)))
+    return Peers(f"PyTorch does not start: {reason}") if reason else peers
 
 
 def _missing(world: World) -> str:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import tdx
-from tdx.tools.bench import Bench
+from tdx.tools.bench import Bench, _notes
 from tdx.tools.comparison import Comparison, Way
+from tdx.tools.peers import TorchPeers
 from tdx.tools.product_peers import TorchProducts
 from tdx.tools.reference import Summands
 from tests.helpers.cases import skip, worlds
@@ -136,3 +137,23 @@ def case_own_wrong_result(world):
     Comparison(world, row, 2).ours("ours", partial(tdx.matmul, a, b, out=result.out), result)
     where = "" if world.size == 1 else "rank 1: "
     assert row["error"] == f"ours: {where}relative error 1.0e+00, bound 5e-03"
+
+
+@worlds(1, 2)
+def case_collectives_that_fail(world):
+    """The others are timed all the same; the table has a star and a note below."""
+    peers = object.__new__(TorchPeers)  # without PyTorch
+    peers._world = world
+    peers.recorded = lambda call, calls: call
+    last = world.size - 1
+
+    def fails():
+        if world.rank == last:
+            raise RuntimeError("no such operation")
+
+    times = peers._times({"nccl": lambda: world.check, "other": fails})
+    where = f"rank {last}: " if last else ""
+    assert times["nccl"] >= 0
+    assert times["failed"] == {"other": f"{where}RuntimeError: no such operation"}
+    notes = _notes("", ("bytes", "nccl", "other"), [{"bytes": 8, **times}, {"bytes": 9, **times}])
+    assert notes == [f"* other at 8 and 1 more: {where}RuntimeError: no such operation"]
