@@ -65,16 +65,13 @@ class Comparison:
         self._ways: list[Way] = []  # a graph of PyTorch does not hold what it uses
 
     def ours(self, name: str, call: Callable[[], Any], result: Result) -> None:
-        """Check and record a way of tdx."""
-        way, reason = Way(call), ""
-        try:
-            self._check(way, result)
-        except WrongResult as error:
-            reason = str(error)
-        reason = shared_reason(self._world, name, reason)
+        """Check and record a way of tdx, and check the recording."""
+        way = Way(call)
+        reason = self._wrong(name, way, result)
+        self._replays[name] = self._record(way)
+        reason = reason or self._wrong(name, Way(self._replays[name]), result)
         if reason:
             self._row["error"] = f"{name}: {reason}"
-        self._replays[name] = self._record(way)
 
     def peers(self, makers: Mapping[str, Callable[[], Way]], result: Result) -> None:
         """Check and record what `makers` give; what fails on one rank is left out on all."""
@@ -92,6 +89,15 @@ class Comparison:
     def time(self) -> None:
         """Add the times to the row."""
         self._row |= times_in_turn(self._world, self._replays, self._calls)
+
+    def _wrong(self, name: str, way: Way, result: Result) -> str:
+        """What is wrong with the result on any rank, or ""."""
+        reason = ""
+        try:
+            self._check(way, result)
+        except WrongResult as error:
+            reason = str(error)
+        return shared_reason(self._world, name, reason)
 
     def _check(self, way: Way, result: Result) -> None:
         """Run it once, on poisoned memory."""
