@@ -71,7 +71,8 @@ class Comparison:
         self._replays[name] = self._record(way)
         reason = reason or self._wrong(name, Way(self._replays[name]), result)
         if reason:
-            self._row["error"] = f"{name}: {reason}"
+            earlier = [self._row["error"]] if "error" in self._row else []
+            self._row["error"] = "; ".join([*earlier, f"{name}: {reason}"])
 
     def peers(self, makers: Mapping[str, Callable[[], Way]], result: Result) -> None:
         """Check and record what `makers` give; what fails on one rank is left out on all."""

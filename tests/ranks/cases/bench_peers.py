@@ -19,7 +19,7 @@ from tdx.tools.comparison import Comparison, Way
 from tdx.tools.peers import TorchPeers
 from tdx.tools.product_peers import TorchProducts
 from tdx.tools.reference import Summands
-from tests.helpers.cases import skip, worlds
+from tests.helpers.cases import limit, skip, worlds
 
 PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -65,6 +65,7 @@ def torch_on_the_cpu(world):
 
 
 @worlds(3)
+@limit(120)  # PyTorch alone takes seconds to start
 def case_pytorch(world, backend):
     """Each way of PyTorch gives the right result, by the names of its columns."""
     if backend != "host":
