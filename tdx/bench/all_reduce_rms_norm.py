@@ -1,7 +1,7 @@
-"""All-reduce with a residual and RMS norm against the all-reduce alone, and NCCL with torch's norm.
+"""All-reduce with a residual and RMS norm in one, against NCCL with torch's norm.
 
-Bytes are those of each rank's input, rows of 8192 elements. `cost` is what the fused operation
-takes in units of the all-reduce alone.
+Each rank has M rows of N elements. `all_reduce` is ours alone; `cost` is what the fused operation
+takes in units of it.
 """
 
 from __future__ import annotations
@@ -13,49 +13,58 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tdx
-from tdx.tools.timing import device_time, host_time
+from tdx.tools.reference import Matrix, Result, sample
+from tdx.tools.timing import host_time
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
 ALGORITHMS = ("low_latency", "one_shot", "two_shot")
-COLUMNS = ("bytes", "rows", "nccl", "all_reduce", *ALGORITHMS, "chosen", "cost", "ratio")
-_HIDDEN = 8192
+COLUMNS = (
+    "M", "N", "nccl+library", "all_reduce", *ALGORITHMS, "chosen", "cost", "floor", "% of floor",
+    "ratio",
+)  # fmt: skip
 _LIMITS = {"low_latency": 4 << 20, "one_shot": 16 << 20}
-_SIZES = tuple(1 << n for n in range(14, 29, 2))
+_EPS = 1e-6
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
-    world = bench.world
-    for nbytes in bench.sizes(_SIZES):
-        count = max(1, nbytes // bench.dtype.itemsize // _HIDDEN)
-        shape = (count, _HIDDEN)
-        values = [
-            np.random.default_rng(r).integers(-8, 8, shape).astype(bench.dtype)
-            for r in range(world.size)
-        ]
-        h = np.sum([v.astype(np.float32) for v in values], axis=0) + 1
-        expected = h / np.sqrt((h * h).mean(axis=1, keepdims=True) + 1e-6)
-        x = world.array(values[world.rank], symmetric=False)
-        ones = np.ones(shape, bench.dtype)
-        weight, residual = (world.array(v, symmetric=False) for v in (ones[0], ones))
-        row: dict[str, Any] = {"bytes": x.nbytes, "rows": count}
-        row |= bench.peers.all_reduce_rms_norm(values[world.rank])
-        calls = bench.calls(x.nbytes)
-        alone = tdx.AllReduce(world, shape, bench.dtype)
-        row["all_reduce"] = device_time(world, partial(alone, x), calls)
-        for algorithm in (*ALGORITHMS, None):
-            if x.nbytes > _LIMITS.get(algorithm or "", x.nbytes):
-                continue
-            plan = tdx.AllReduceRmsNorm(
-                world, shape, bench.dtype, residual=True, algorithm=algorithm
-            )
-            name, call = algorithm or "chosen", partial(plan, x, weight, residual=residual)
-            row[name] = device_time(world, call, calls)
-            got = call()[0].numpy().astype(np.float32)
-            if not (np.abs(got - expected) <= 0.01 * np.abs(expected)).all():
-                row["error"] = f"{name}: wrong result"
-            row[f"{name}_host"] = host_time(world, call)
-        row["cost"] = row["chosen"] / row["all_reduce"]
-        bench.rate(row, ours=("chosen",), peers=("nccl",))
-        yield row
+    for m, n in bench.shapes():
+        yield _row(bench, m, n)
+
+
+def _row(bench: Bench, m: int, n: int) -> dict[str, Any]:
+    world, dtype = bench.world, bench.dtype
+    parts = [Matrix(rank, (m, n), dtype) for rank in range(world.size)]
+    residual, weight = (Matrix(world.size + i, s, dtype) for i, s in enumerate(((m, n), (1, n))))
+    x, r, w = (
+        world.array(matrix.whole(), symmetric=False)
+        for matrix in (parts[world.rank], residual, weight)
+    )
+    w = w.reshape((n,))
+    lines, columns = sample(m), sample(n)
+    total = np.sum([part.part(lines) for part in parts], axis=0)
+    h = total + residual.part(lines)
+    normed = weight.part() * h / np.sqrt((h * h).mean(axis=1, keepdims=True) + _EPS)
+    out, reduced = (world.empty((m, n), dtype, symmetric=False) for _ in range(2))
+    result = Result(out, lines, columns, normed[:, columns])
+
+    row: dict[str, Any] = {"M": m, "N": n}
+    compared = bench.comparison(row)
+    compared.peers(bench.peers.products.all_reduce_rms_norm(x, w, r, _EPS, out), result)
+    alone = partial(tdx.AllReduce(world, (m, n), dtype), x, reduced)
+    compared.ours("all_reduce", alone, Result(reduced, lines, columns, total[:, columns]))
+    for algorithm in (*ALGORITHMS, None):
+        if x.nbytes > _LIMITS.get(algorithm or "", x.nbytes):
+            continue
+        plan = tdx.AllReduceRmsNorm(
+            world, (m, n), dtype, residual=True, eps=_EPS, algorithm=algorithm
+        )
+        fused = partial(plan, x, w, out, residual=r)
+        compared.ours(algorithm or "chosen", fused, result)
+    compared.time()
+    row["cost"] = row["chosen"] / row["all_reduce"]
+    sent = 2 * (world.size - 1) / world.size * x.nbytes
+    bench.rate(row, ("chosen",), ("nccl+library",), sent)
+    row["chosen_host"] = host_time(world, fused)
+    return row

@@ -1,7 +1,9 @@
 """`tdx bench OPERATION`: measure an operation, and its peers in the same run.
 
 Times are microseconds: the slowest rank's median, of calls replayed as a graph. Outputs are
-checked. `ratio` is the best peer's time over our best one: above 1 is faster.
+checked. `ratio` is the best peer's time over our best one: above 1 is faster. Products over ranks
+are compared with the product and the collective one after the other: the best such sequence is the
+peer, and the floor is the product alone where it takes longer than the links.
 """
 
 from __future__ import annotations
@@ -14,9 +16,14 @@ import platform
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from tdx.runtime.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from tdx.tools.comparison import Comparison
 
 __all__ = ["Bench", "add_arguments", "main"]
 
@@ -28,16 +35,34 @@ _LINK_BYTES_PER_US = 391e3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     import tdx.bench
+    from tdx.tools import presets
 
     names = sorted(module.name for module in pkgutil.iter_modules(tdx.bench.__path__))
-    parser.add_argument("operation", choices=names)
+    parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
     parser.add_argument("-n", "--ranks", type=int, default=4, help="number of ranks (default 4)")
-    parser.add_argument("--backend", choices=("host", "cuda", "hip"))
-    parser.add_argument("--sizes", help="bytes per rank, comma-separated; K, M and G are binary")
+    parser.add_argument(
+        "--backend", choices=("host", "cuda", "hip"), help="where (default: GPUs if there are any)"
+    )
+    parser.add_argument(
+        "--sizes",
+        metavar="BYTES,...",
+        help="of collectives: bytes per rank; K, M and G are binary",
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="M,N,K",
+        help="of products: M of all ranks, N and K of one; all_reduce_rms_norm takes M,N",
+    )
+    parser.add_argument(
+        "--preset",
+        choices=presets.PRESETS,
+        help="shapes of products (default: default, on the host tier tiny)",
+    )
     parser.add_argument("--dtype", default="bfloat16", help="element type (default bfloat16)")
-    parser.add_argument("--no-peers", action="store_true", help="measure tdx only")
-    parser.add_argument("--json", metavar="FILE", help="write the rows to FILE as well")
-    parser.add_argument("--plot", metavar="FILE", help="draw times over sizes (needs matplotlib)")
+    parser.add_argument("--no-peers", action="store_true", help="measure tdx alone")
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON as well")
+    parser.add_argument("--plot", metavar="FILE", help="draw the times as PNG (needs matplotlib)")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
 
 
@@ -45,10 +70,12 @@ def main(args: argparse.Namespace) -> int:
     """Start the ranks and run the benchmark on them."""
     from tdx.tools import plot, run
 
+    _check(args)
     options = [args.operation, "--dtype", args.dtype]
-    for name in ("sizes", "json", "backend"):
+    for name in ("sizes", "preset", "json", "backend"):
         if getattr(args, name):
             options += [f"--{name}", getattr(args, name)]
+    options += ["--shapes", *args.shapes] if args.shapes else []
     options += ["--no-peers"] * args.no_peers + ["--markdown"] * args.markdown
     if args.plot:
         plot.require()
@@ -60,8 +87,28 @@ def main(args: argparse.Namespace) -> int:
     return run.main(job)
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise InvalidArgument for words that the operation does not take."""
+    from tdx.tools import presets
+
+    axis = importlib.import_module(f"tdx.bench.{args.operation}").COLUMNS[0]
+    for name, wanted in (("sizes", "bytes"), ("shapes", "M"), ("preset", "M")):
+        if getattr(args, name) and axis != wanted:
+            raise InvalidArgument(f"--{name}: {args.operation} does not take it; see --help")
+    if args.shapes and args.preset:
+        raise InvalidArgument("--shapes and --preset: give one of them")
+    presets.given(args.shapes or (), args.operation, args.ranks)
+
+
 class Bench:
-    """What a benchmark module is given."""
+    """What a benchmark module is given.
+
+    Attributes
+    ----------
+    world : World
+    dtype : np.dtype
+    peers : Peers
+    """
 
     def __init__(self, world: Any, args: argparse.Namespace):
         from tdx.runtime import dtypes
@@ -69,14 +116,24 @@ class Bench:
 
         self.world = world
         self.dtype = dtypes.resolve(args.dtype)
-        self.peers = Peers() if args.no_peers else open_peers(world)
-        self._sizes = args.sizes
+        self.peers = Peers("--no-peers") if args.no_peers else open_peers(world)
+        self._args = args
 
     def sizes(self, default: Sequence[int]) -> list[int]:
         """Bytes per rank to measure: as asked for, else the default."""
-        if not self._sizes:
+        if not self._args.sizes:
             return list(default)
-        return [_bytes(text) for text in self._sizes.split(",")]
+        return [_bytes(text) for text in self._args.sizes.split(",")]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes to measure, see presets: as asked for, else the default of the backend."""
+        from tdx.tools import presets
+
+        operation, size = self._args.operation, self.world.size
+        if self._args.shapes:
+            return presets.given(self._args.shapes, operation, size)
+        usual = "tiny" if self.world.backend == "host" else "default"
+        return presets.preset(self._args.preset or usual, operation, size)
 
     def calls(self, nbytes: int) -> int:
         """Calls a graph: fewer of large ones."""
@@ -92,24 +149,38 @@ class Bench:
             row["error"] = f"{name}: wrong result"
         row[f"{name}_host"] = host_time(self.world, call)
 
+    def comparison(self, row: dict[str, Any]) -> Comparison:
+        """What checks and times the ways of a row of products, which has its axes."""
+        from tdx.tools.comparison import Comparison
+
+        m, n, k = row["M"], row["N"], row.get("K", 0)
+        calls = self.calls((m * n + m * k + n * k) * self.dtype.itemsize)
+        return Comparison(self.world, row, calls)
+
     def pattern(self, rank: int, nbytes: int) -> np.ndarray[Any, Any]:
         """`nbytes` random bytes of a rank, the same everywhere."""
         page = np.random.default_rng(rank).integers(0, 256, (1 << 20) + 13, np.uint8)
         return np.resize(page, nbytes)
 
     def rate(
-        self, row: dict[str, Any], ours: Sequence[str], peers: Sequence[str], sent: float = 0
+        self,
+        row: dict[str, Any],
+        ours: Sequence[str],
+        peers: Sequence[str],
+        sent: float = 0,
+        alone: float = 0,
     ) -> None:
         """Add `ratio`, the best peer over our best, and `floor` and how near to it we are.
 
-        The floor is what the links need for the `sent` bytes of each rank, or for one message.
+        The floor is what the links need for the `sent` bytes of each rank, or for one message, or
+        the `alone` microseconds of a product without communication.
         """
         mine = [row[name] for name in ours if name in row]
         theirs = [row[name] for name in peers if name in row]
         if mine and theirs:
             row["ratio"] = min(theirs) / min(mine)
         if mine and self.world.device.arch == _FLOOR_ARCH and self.world.size > 1:
-            row["floor"] = max(_FLOOR_US, sent / _LINK_BYTES_PER_US)
+            row["floor"] = max(_FLOOR_US, sent / _LINK_BYTES_PER_US, alone)
             row["% of floor"] = 100 * row["floor"] / min(mine)
 
 
@@ -139,8 +210,11 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
             if world.rank == 0:
                 print(_line(row, module.COLUMNS, args.markdown), flush=True)
         bench.peers.close()
+        notes = _notes(bench.peers.missing, module.COLUMNS, rows)
+        if world.rank == 0:
+            print("".join(f"\n{note}" for note in notes), end="\n" * bool(notes), flush=True)
         if world.rank == 0 and args.json:
-            document = {"setting": _setting(world, bench), "rows": rows}
+            document = {"setting": _setting(world, bench), "rows": rows, "notes": notes}
             Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
         if world.rank == 0 and args.plot:
             plot.draw(args.operation, _setting(world, bench), rows, args.plot)
@@ -170,8 +244,27 @@ def _heading(columns: Sequence[str], markdown: bool) -> str:
     return "".join(f"{n:>{w}}" for n, w in zip(columns, _widths(columns), strict=True))
 
 
+def _notes(missing: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What is said below the table: why columns are empty, and what its stars stand for."""
+    notes = []
+    if missing and any("nccl" in name for name in columns):
+        note = f"nothing to compare with ({missing}): those columns are empty"
+        own = "; floor and ratio are with tdx's own matmul" if "library" in columns else ""
+        notes.append(note + own)
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        shape = ",".join(str(row[axis]) for axis in ("bytes", *"MNK") if axis in row)
+        for name, reason in row.get("failed", {}).items():
+            found.setdefault((name, reason), []).append(shape)
+    for (name, reason), shapes in found.items():
+        more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+        notes.append(f"* {name} at {shapes[0]}{more}: {reason}")
+    return notes
+
+
 def _line(row: dict[str, Any], columns: Sequence[str], markdown: bool) -> str:
-    values = [row.get(name, "") for name in columns]
+    failed = row.get("failed", {})
+    values = [row.get(name, "*" if name in failed else "") for name in columns]
     cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in values]
     if markdown:
         text = f"| {' | '.join(cells)} |"

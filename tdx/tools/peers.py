@@ -1,6 +1,7 @@
 """What others offer, measured in the same process and run: NCCL and symmetric memory of PyTorch.
 
-PyTorch is only used when it is installed; without it, or off the GPU, every peer is left out.
+PyTorch is only used when it is installed; without it, or off the GPU, every peer is left out. A
+peer that fails is left out of the times, and named with its reason under "failed".
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tdx.tools.comparison import attempt, shared_reason
+from tdx.tools.product_peers import Products, TorchProducts
 from tdx.tools.timing import replay_time
 
 if TYPE_CHECKING:
@@ -22,39 +25,45 @@ if TYPE_CHECKING:
 __all__ = ["Peers", "open_peers"]
 
 _CALLS = 20
+Makers = dict[str, Callable[[], Callable[[], Any]]]  # by name what gives a call
 
 
 class Peers:
-    """No peers: what is measured without PyTorch or without a GPU."""
+    """No peers: what is measured without PyTorch or without a GPU.
+
+    Attributes
+    ----------
+    names : str
+        What there is, with versions.
+    missing : str
+        Why there is nothing.
+    products : Products
+    """
 
     names = ""
 
-    def all_reduce(self, values: np.ndarray) -> dict[str, float]:
+    def __init__(self, missing: str):
+        self.missing = missing
+        self.products = Products()
+
+    def all_reduce(self, values: np.ndarray) -> dict[str, Any]:
         """Microseconds by peer for one all-reduce of `values`."""
         return {}
 
-    def reduce_scatter(self, values: np.ndarray) -> dict[str, float]:
+    def reduce_scatter(self, values: np.ndarray) -> dict[str, Any]:
         """Microseconds by peer for one reduce-scatter of `values`."""
         return {}
 
-    def all_gather(self, values: np.ndarray) -> dict[str, float]:
+    def all_gather(self, values: np.ndarray) -> dict[str, Any]:
         """The same for an all-gather of every rank's `values`, uint8."""
         return {}
 
-    def all_to_all(self, values: np.ndarray) -> dict[str, float]:
+    def all_to_all(self, values: np.ndarray) -> dict[str, Any]:
         """The same for an all-to-all of `values`, uint8, a multiple of the ranks."""
         return {}
 
-    def broadcast(self, values: np.ndarray) -> dict[str, float]:
+    def broadcast(self, values: np.ndarray) -> dict[str, Any]:
         """The same for a broadcast of rank 0's `values`, uint8."""
-        return {}
-
-    def all_reduce_rms_norm(self, values: np.ndarray) -> dict[str, float]:
-        """The same for an all-reduce of `values`, a residual, and the norm of rows."""
-        return {}
-
-    def matmul_all_reduce(self, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-        """The same for a . b alone ("library"), and followed by an all-reduce."""
         return {}
 
     def close(self) -> None:
@@ -64,7 +73,9 @@ class Peers:
 class TorchPeers(Peers):
     """NCCL through torch.distributed, and torch's symmetric memory."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, port: int):
+        """Collective; rank 0 listens on `port`."""
+        super().__init__("")
         # multicast can take shared GPUs out of service: comparisons are without it
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -72,110 +83,110 @@ class TorchPeers(Peers):
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symm
 
-        self._world, self._torch, self._dist, self._symm = world, torch, dist, symm
+        self._world, self.torch, self.dist = world, torch, dist
+        self.symm: Any = symm
         torch.cuda.set_device(world.device.index)
-        port = _free_port() if world.rank == 0 else 0
-        port = int(world.channels.allgather(str(port).encode(), "peers' port")[0])
         store = dist.TCPStore("127.0.0.1", port, world.size, world.rank == 0)
         device = torch.device("cuda", world.device.index)
         dist.init_process_group(
             "nccl", store=store, rank=world.rank, world_size=world.size, device_id=device
         )
-        self._group: Any = dist.group.WORLD
+        self.group: Any = dist.group.WORLD
         self._stream = torch.cuda.ExternalStream(world.stream.handle, device=device)
         version = ".".join(str(part) for part in torch.cuda.nccl.version())
         self.names = f"torch {torch.__version__}, NCCL {version}"
+        self.products = TorchProducts(self)
 
-    def all_reduce(self, values: np.ndarray) -> dict[str, float]:
-        torch, symm = self._torch, self._symm
-        dtype = getattr(torch, values.dtype.name)
-        x = torch.from_numpy(values.astype(np.float32)).to(device="cuda", dtype=dtype)
-        times = {"nccl": self._time(lambda: self._dist.all_reduce(x))}
+    def all_reduce(self, values: np.ndarray) -> dict[str, Any]:
+        x = self._floats(values)
+        ops, name = self.torch.ops.symm_mem, self.group.group_name
+
+        def one_shot() -> Callable[[], Any]:
+            return partial(ops.one_shot_all_reduce, self._symmetric(x), "sum", name)
+
+        def two_shot() -> Callable[[], Any]:
+            return partial(ops.two_shot_all_reduce_, self._symmetric(x), "sum", name)
+
+        makers: Makers = {"nccl": lambda: partial(self.dist.all_reduce, x)}
         # torch's symmetric kernels need whole 16-byte vectors on every rank
-        if values.nbytes % (16 * self._world.size) or values.dtype.name not in (
-            "bfloat16",
-            "float32",
-        ):
-            return times
-        shared = symm.empty(x.shape, dtype=dtype, device="cuda")
-        symm.rendezvous(shared, self._group)
+        whole = values.nbytes % (16 * self._world.size) == 0
+        if whole and values.dtype.name in ("bfloat16", "float32"):
+            if values.nbytes <= 16 << 20:
+                makers["torch_one_shot"] = one_shot
+            makers["torch_two_shot"] = two_shot
+        return self._times(makers)
+
+    def reduce_scatter(self, values: np.ndarray) -> dict[str, Any]:
+        x = self._floats(values)
+        out = self.torch.empty(x.numel() // self._world.size, dtype=x.dtype, device="cuda")
+        return self._times({"nccl": lambda: partial(self.dist.reduce_scatter_tensor, out, x)})
+
+    def all_gather(self, values: np.ndarray) -> dict[str, Any]:
+        x = self.torch.from_numpy(values).to("cuda")
+        out = self.torch.empty(self._world.size * x.numel(), dtype=x.dtype, device="cuda")
+        return self._times({"nccl": lambda: partial(self.dist.all_gather_into_tensor, out, x)})
+
+    def all_to_all(self, values: np.ndarray) -> dict[str, Any]:
+        x = self.torch.from_numpy(values).to("cuda")
+        out = self.torch.empty_like(x)
+        return self._times({"nccl": lambda: partial(self.dist.all_to_all_single, out, x)})
+
+    def broadcast(self, values: np.ndarray) -> dict[str, Any]:
+        x = self.torch.from_numpy(values).to("cuda")
+        return self._times({"nccl": lambda: partial(self.dist.broadcast, x, src=0)})
+
+    def _floats(self, values: np.ndarray) -> Any:
+        """`values` as a tensor of the same type."""
+        dtype = getattr(self.torch, values.dtype.name)
+        return self.torch.from_numpy(values.astype(np.float32)).to(device="cuda", dtype=dtype)
+
+    def _symmetric(self, x: Any) -> Any:
+        """A copy of tensor `x` in symmetric memory."""
+        shared = self.symm.empty(x.shape, dtype=x.dtype, device="cuda")
+        self.symm.rendezvous(shared, self.group)
         shared.copy_(x)
-        name = self._group.group_name
-        ops = torch.ops.symm_mem
-        if values.nbytes <= 16 << 20:
-            one_shot = partial(ops.one_shot_all_reduce, shared, "sum", name)
-            times["torch_one_shot"] = self._time(one_shot)
-        times["torch_two_shot"] = self._time(lambda: ops.two_shot_all_reduce_(shared, "sum", name))
+        return shared
+
+    def _times(self, makers: Makers) -> dict[str, Any]:
+        """Microseconds of what each maker gives, as device_time, with PyTorch's own graphs."""
+        times: dict[str, Any] = {}
+        for name, make in makers.items():
+            replay, reason = attempt(self._world, name, partial(self._made, make))
+            if reason:
+                times.setdefault("failed", {})[name] = reason
+            else:
+                replay()
+                times[name] = replay_time(self._world, replay, _CALLS)
         return times
 
-    def reduce_scatter(self, values: np.ndarray) -> dict[str, float]:
-        torch = self._torch
-        dtype = getattr(torch, values.dtype.name)
-        x = torch.from_numpy(values.astype(np.float32)).to(device="cuda", dtype=dtype)
-        out = torch.empty(x.numel() // self._world.size, dtype=dtype, device="cuda")
-        return {"nccl": self._time(lambda: self._dist.reduce_scatter_tensor(out, x))}
+    def _made(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
+        return self.recorded(make(), _CALLS)
 
-    def all_gather(self, values: np.ndarray) -> dict[str, float]:
-        x = self._torch.from_numpy(values).to("cuda")
-        out = self._torch.empty(self._world.size * x.numel(), dtype=x.dtype, device="cuda")
-        return {"nccl": self._time(lambda: self._dist.all_gather_into_tensor(out, x))}
-
-    def all_to_all(self, values: np.ndarray) -> dict[str, float]:
-        x = self._torch.from_numpy(values).to("cuda")
-        out = self._torch.empty_like(x)
-        return {"nccl": self._time(lambda: self._dist.all_to_all_single(out, x))}
-
-    def broadcast(self, values: np.ndarray) -> dict[str, float]:
-        x = self._torch.from_numpy(values).to("cuda")
-        return {"nccl": self._time(lambda: self._dist.broadcast(x, src=0))}
-
-    def all_reduce_rms_norm(self, values: np.ndarray) -> dict[str, float]:
-        torch = self._torch
-        dtype = getattr(torch, values.dtype.name)
-        x = torch.from_numpy(values.astype(np.float32)).to(device="cuda", dtype=dtype)
-        residual, weight = torch.ones_like(x), torch.ones_like(x[0])
-
-        def call() -> None:
-            self._dist.all_reduce(x)
-            torch.nn.functional.rms_norm(x + residual, weight.shape, weight, 1e-6)
-
-        return {"nccl": self._time(call)}
-
-    def matmul_all_reduce(self, a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-        torch = self._torch
-        dtype = getattr(torch, a.dtype.name)
-        x, y = (
-            torch.from_numpy(v.astype(np.float32)).to(device="cuda", dtype=dtype) for v in (a, b)
-        )
-        out = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device="cuda")
-
-        def both() -> None:
-            torch.mm(x, y, out=out)
-            self._dist.all_reduce(out)
-
-        return {"library": self._time(lambda: torch.mm(x, y, out=out)), "nccl": self._time(both)}
-
-    def _time(self, call: Callable[[], Any]) -> float:
-        """As device_time, with PyTorch's own graphs."""
-        torch = self._torch
+    def recorded(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
+        """What replays `calls` calls on the world's stream, recorded by PyTorch."""
+        torch = self.torch
         for _ in range(3):
             call()
         torch.cuda.synchronize()
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
-            for _ in range(_CALLS):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
                 call()
         torch.cuda.synchronize()
 
         def replay() -> None:
-            with torch.cuda.stream(self._stream):
-                recorded.replay()
+            self.queued(graph.replay)
+            _ = call  # the graph does not hold what it uses
 
-        replay()
-        return replay_time(self._world, replay, _CALLS)
+        return replay
+
+    def queued(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, its work queued on the world's stream."""
+        with self.torch.cuda.stream(self._stream):
+            return call()
 
     def close(self) -> None:
-        self._dist.destroy_process_group()
+        self.dist.destroy_process_group()
 
 
 def _free_port() -> int:
@@ -185,7 +196,27 @@ def _free_port() -> int:
 
 
 def open_peers(world: World) -> Peers:
-    """The peers that can be measured here."""
-    if world.backend == "cuda" and world.size > 1 and importlib.util.find_spec("torch"):
-        return TorchPeers(world)
-    return Peers()
+    """The peers that can be measured here. Collective."""
+    missing = shared_reason(world, "peers", _missing(world))
+    if missing:
+        return Peers(missing)
+    port = str(_free_port() if world.rank == 0 else 0)
+    port = world.channels.allgather(port.encode(), "peers' port")[0].decode()
+    peers, reason = attempt(world, "peers", lambda: TorchPeers(world, int(port)))
+    return Peers(f"PyTorch does not start: {reason}") if reason else peers
+
+
+def _missing(world: World) -> str:
+    """Why there is no PyTorch to compare with on this rank, or ""."""
+    if world.backend != "cuda":
+        return f"the {world.backend} backend has none"
+    if world.size == 1:
+        return "one rank has none"
+    if not importlib.util.find_spec("torch"):
+        return "PyTorch is not installed"
+    try:
+        import torch
+
+        return "" if torch.cuda.is_available() else "PyTorch finds no GPU"
+    except Exception as error:
+        return f"PyTorch cannot be imported: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Benchmark rows as a picture: times over sizes.
+"""Benchmark rows as a picture: times over sizes, or over M for each N and K.
 
 python -m tdx.tools.plot ROWS.json PICTURE.png
 """
@@ -16,7 +16,7 @@ from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["draw", "require"]
 
-_NOT_TIMES = ("bytes", "ratio", "% of floor")
+_NOT_TIMES = ("ratio", "% of floor", "cost")
 
 
 def require() -> None:
@@ -26,37 +26,60 @@ def require() -> None:
 
 
 def draw(title: str, setting: str, rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw every column of microseconds over `bytes`, both logarithmic, into a PNG."""
+    """Draw every column of microseconds over `bytes` or `M`, both logarithmic, into a PNG.
+
+    Rows with M are drawn in one panel for each N and K.
+    """
     require()
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in rows if "bytes" in row and row.get("memory") != "foreign"]
-    if not rows:
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "M" in row:
+            name = ", ".join(f"{axis}={row[axis]}" for axis in "NK" if axis in row)
+            panels.setdefault(name, []).append(row)
+        elif "bytes" in row and row.get("memory") != "foreign":
+            panels.setdefault("", []).append(row)
+    if not panels:
         raise InvalidArgument(f"{title}: nothing to draw over sizes")
+    wide = min(3, len(panels))
+    high = -(-len(panels) // wide)
+    figure, grid = pyplot.subplots(
+        high, wide, figsize=(8 if wide == 1 else 5 * wide, 5 * high), dpi=120, squeeze=False
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (name, part) in zip(grid.flat, panels.items(), strict=False):
+        _panel(axes, part)
+        axes.set_title(name, fontsize=7)
+    figure.suptitle(f"{title}\n{setting}", fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _panel(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """Lines of one panel."""
+    across = "M" if "M" in rows[0] else "bytes"
     names = dict.fromkeys(
         name
         for row in rows
         for name, value in row.items()
         if isinstance(value, float) and name not in _NOT_TIMES and not name.endswith("_host")
     )
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
     for name in names:
-        points = [(row["bytes"], row[name]) for row in rows if name in row]
+        points = [(row[across], row[name]) for row in rows if name in row]
         style = {"color": "black", "linestyle": ":"} if name == "floor" else {"marker": "o"}
         axes.plot(*zip(*points, strict=True), label=name, markersize=3, linewidth=1, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel("bytes")
+    axes.set_xlabel(across)
     axes.set_ylabel("microseconds a call")
-    axes.set_title(f"{title}\n{setting}", fontsize=7)
     axes.grid(visible=True, which="both", linewidth=0.3)
     axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
 
 
 def main(source: str, target: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from tdx.runtime.graph import graph
@@ -13,9 +13,10 @@ from tdx.runtime.graph import graph
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["device_time", "host_time", "replay_time", "slowest"]
+__all__ = ["device_time", "host_time", "recorded", "replay_time", "slowest", "times_in_turn"]
 
 _WARM_UP_S = 0.05
+_HOT_S = 0.5  # until a GPU under load has lowered its clocks
 
 
 def slowest(world: World, value: float) -> float:
@@ -29,16 +30,41 @@ def replay_time(world: World, replay: Callable[[], None], calls: int, repeats: i
 
     Median over `repeats` replays, each begun together; the slowest rank counts.
     """
-    stream = world.stream
-    samples = []
-    for _ in range(repeats):
-        world.barrier()
-        start = stream.record()
-        replay()
-        end = stream.record()
-        end.wait()
-        samples.append(start.elapsed(end) * 1e3 / calls)
+    samples = [_sample(world, replay) / calls for _ in range(repeats)]
     return slowest(world, statistics.median(samples))
+
+
+def times_in_turn(
+    world: World, replays: Mapping[str, Callable[[], None]], calls: int, repeats: int = 30
+) -> dict[str, float]:
+    """The same for each of several replays.
+
+    They take turns, on a device that is hot, so that all are taken at the same clocks.
+    """
+    on_host = world.backend == "host"
+    repeats = 3 if on_host else repeats
+
+    def round_() -> None:
+        for replay in replays.values():
+            replay()
+
+    _warm_up(world, round_, 0.0 if on_host else _HOT_S)
+    samples: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(repeats):
+        for name, replay in replays.items():
+            samples[name].append(_sample(world, replay) / calls)
+    return {name: slowest(world, statistics.median(taken)) for name, taken in samples.items()}
+
+
+def _sample(world: World, replay: Callable[[], None]) -> float:
+    """Microseconds of one replay that all ranks begin together."""
+    stream = world.stream
+    world.barrier()
+    start = stream.record()
+    replay()
+    end = stream.record()
+    end.wait()
+    return start.elapsed(end) * 1e3
 
 
 def device_time(
@@ -49,20 +75,26 @@ def device_time(
         calls, repeats = min(calls, 2), min(repeats, 5)
     call()
     world.synchronize()
-    with graph(world) as recorded:
+    replay = recorded(world, call, calls)
+    _warm_up(world, replay, _WARM_UP_S)
+    return replay_time(world, replay, calls, repeats)
+
+
+def recorded(world: World, call: Callable[[], object], calls: int) -> Callable[[], None]:
+    """What replays `calls` calls on the world's stream, recorded as one graph."""
+    with graph(world) as recording:
         for _ in range(calls):
             call()
-    _warm_up(world, recorded.replay)
-    return replay_time(world, recorded.replay, calls, repeats)
+    return recording.replay
 
 
-def _warm_up(world: World, replay: Callable[[], None]) -> None:
+def _warm_up(world: World, replay: Callable[[], None], seconds: float) -> None:
     """Replay for a while, as often on every rank: clocks that were idle need time to rise."""
     start = time.perf_counter()
     replay()
     world.synchronize()
     taken = slowest(world, time.perf_counter() - start)
-    for _ in range(min(500, int(_WARM_UP_S / max(taken, 1e-6)))):
+    for _ in range(min(500, int(seconds / max(taken, 1e-6)))):
         replay()
     world.synchronize()
 

@@ -56,6 +56,47 @@ def test_movement(tmp_path, operation):
     assert "error" not in done.stdout
 
 
+def test_products_by_default(tmp_path):
+    path = tmp_path / "rows.json"
+    done = run_tdx("bench", "all_gather_matmul", "-n", "2", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(path.read_text())
+    assert document["rows"]
+    for row in document["rows"]:
+        assert all(row[name] > 0 for name in ("matmul", "tdx+matmul", "fused", "ratio"))
+    assert document["notes"] == done.stdout.splitlines()[-1:]
+    assert document["notes"][0].startswith("nothing to compare with (the host backend has none)")
+
+
+@pytest.mark.parametrize(
+    ("operation", "fused", "shapes"),
+    [
+        ("all_gather_matmul", "fused", ["6,8,40", "3,1,33"]),
+        ("matmul_reduce_scatter", "fused", ["6,8,40", "3,1,33"]),
+        ("matmul_all_reduce", "chosen", ["6,8,40", "1,1,33"]),
+        ("all_reduce_rms_norm", "chosen", ["2,40", "1,1"]),
+    ],
+)
+def test_products(tmp_path, operation, fused, shapes):
+    words = ["bench", operation, "-n", "3", "--dtype", "float32", "--markdown"]
+    path = tmp_path / "rows.json"
+    done = run_tdx(*words, "--json", str(path), "--shapes", *shapes)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [",".join(str(row[axis]) for axis in "MNK" if axis in row) for row in rows] == shapes
+    assert all(row[fused] > 0 for row in rows)
+    assert f"\n| {' | '.join(shapes[0].split(','))} | " in done.stdout
+    assert "ERROR" not in done.stdout
+
+
+def test_picture_of_products(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "rows.png"
+    done = run_tdx("bench", "all_gather_matmul", "-n", "2", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert picture.stat().st_size > 0
+
+
 def test_tables_and_pictures(tmp_path):
     words = ["bench", "broadcast", "-n", "2", "--sizes", "64", "--markdown"]
     picture = tmp_path / "rows.png"
@@ -72,9 +113,23 @@ def test_tables_and_pictures(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["nothing"], ["latency", "-n", "0"], ["latency", "--dtype", "x"]]
+    ("words", "said"),
+    [
+        (["nothing"], "nothing"),
+        (["latency", "-n", "0"], "-n 0"),
+        (["latency", "--dtype", "x"], "x"),
+        (["latency", "--sizes", "1K"], "latency does not take it"),
+        (["matmul_all_reduce", "--sizes", "1K"], "matmul_all_reduce does not take it"),
+        (["all_gather", "--preset", "amd"], "all_gather does not take it"),
+        (["all_gather_matmul", "--shapes", "8,8"], "takes M,N,K"),
+        (["all_gather_matmul", "--shapes", "8,8,0"], "each 1 or more"),
+        (["all_reduce_rms_norm", "--shapes", "8,8,8"], "takes M,N"),
+        (["matmul_reduce_scatter", "-n", "4", "--shapes", "6,8,8"], "take 8"),
+        (["matmul_all_reduce", "--shapes", "6,8,8", "--preset", "amd"], "give one"),
+        (["matmul_all_reduce", "-n", "1", "--dtype", "int32"], "bfloat16, float16, float32"),
+    ],
 )
-def test_bad_words(words):
+def test_bad_words(words, said):
     done = run_tdx("bench", *words)
     assert done.returncode != 0
-    assert done.stderr
+    assert said in done.stderr

@@ -147,24 +147,32 @@ def started(command: list[str], **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("path", _TUTORIALS, ids=lambda path: path.stem)
 def test_tutorial(path, tmp_path):
-    """Programs of a tutorial; one that is followed by an `output` block is meant to fail so."""
-    blocks = re.findall(r"^```(python|output)\n(.*?)^```", path.read_text(), re.M | re.S)
-    programs = [text for kind, text in blocks if kind == "python"]
-    assert programs
-    done = None
-    for kind, text in blocks:
-        if kind == "python":
+    """Programs of a tutorial, on the ranks that the text says: `tdx run -n N`.
+
+    One that is followed by an `output` block is meant to fail so; a `printed` block shows lines
+    that it prints, where numbers are chance. One that begins with `# name.py` is a module for the
+    programs after it.
+    """
+    blocks = r"^```(python|output|printed)\n(.*?)^```|^    tdx run -n (\d+)"
+    ranks, done = "2", None
+    for kind, text, number in re.findall(blocks, path.read_text(), re.M | re.S):
+        if number:
+            ranks = number
+        elif kind == "python":
             assert done is None or done.returncode == 0, done.stderr
-            script = tmp_path / "shift.py"
+            module = re.match(r"# (\w+\.py)\n", text)
+            script = tmp_path / (module[1] if module else "shift.py")
             script.write_text(text)
-            done = run_tdx("run", "-n", "2", str(script), timeout_s=120)
+            if not module:
+                done = run_tdx("run", "-n", ranks, str(script), timeout_s=120)
         else:
             assert done is not None
-            assert done.returncode == 1
-            said = without_numbers(done.stdout + done.stderr)
-            for line in without_numbers(text).splitlines():
+            assert done.returncode == (kind == "output"), done.stderr
+            hidden = without_numbers if kind == "output" else without_digits
+            said = hidden(done.stdout + done.stderr)
+            for line in hidden(text).splitlines():
                 assert line in said, f"{line!r} is not in:\n{said}"
-            done = None
+            done = done if kind == "printed" else None
     assert done is None or done.returncode == 0, done.stderr
 
 
@@ -188,3 +196,7 @@ def without_numbers(text: str) -> str:
     for pattern, name in ((r"(rank|peer) \d+", r"\1 N"), ("0x[0-9a-f]+", "A"), (r"\S*/", "")):
         text = re.sub(pattern, name, text)
     return text
+
+
+def without_digits(text: str) -> str:
+    return re.sub(r"\d+", "N", text)

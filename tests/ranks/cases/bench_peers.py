@@ -1,0 +1,160 @@
+"""What `tdx bench` compares products with: PyTorch on the CPU here, and peers that fail."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import socket
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import tdx
+from tdx.tools.bench import Bench, _notes
+from tdx.tools.comparison import Comparison, Way
+from tdx.tools.peers import TorchPeers
+from tdx.tools.product_peers import TorchProducts
+from tdx.tools.reference import Summands
+from tests.helpers.cases import limit, skip, worlds
+
+PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def bench_of(world, operation, *shapes, dtype="float32"):
+    words = {"operation": operation, "dtype": dtype, "no_peers": True, "sizes": None}
+    return Bench(world, argparse.Namespace(**words, shapes=list(shapes), preset=None))
+
+
+@contextlib.contextmanager
+def torch_on_the_cpu(world):
+    """What TorchProducts asks of TorchPeers, with Gloo instead of NCCL and no graphs."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symm
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1]).encode()
+    port = int(world.channels.allgather(port, "port")[0])
+    store = dist.TCPStore("127.0.0.1", port, world.size, world.rank == 0)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+
+    def queued(call):
+        if world.recording is None:  # PyTorch computes at once
+            world.synchronize()
+        return call()
+
+    def recorded(call, calls):
+        return lambda: [queued(call) for _ in range(calls)]
+
+    library = torch.library.Library("symm_mem", "IMPL", "CPU")
+    library.impl("fused_all_gather_matmul", symm._fused_all_gather_matmul_fallback)
+    library.impl("fused_matmul_reduce_scatter", symm._fused_matmul_reduce_scatter_fallback)
+    try:
+        yield SimpleNamespace(
+            torch=torch, dist=dist, symm=symm, group=dist.group.WORLD, queued=queued,
+            recorded=recorded,
+        )  # fmt: skip
+    finally:
+        library._destroy()
+        dist.destroy_process_group()
+
+
+@worlds(3)
+@limit(120)  # PyTorch alone takes seconds to start
+def case_pytorch(world, backend):
+    """Each way of PyTorch gives the right result, by the names of its columns."""
+    if backend != "host":
+        pytest.skip("on GPUs `tdx bench` itself shows it")
+    if not importlib.util.find_spec("torch"):
+        skip("torch is not installed")
+    with torch_on_the_cpu(world) as stand_in:
+        for operation in (*PRODUCTS, "all_reduce_rms_norm"):
+            shape = "4,24" if operation == "all_reduce_rms_norm" else "12,20,24"
+            bench = bench_of(world, operation, shape)
+            bench.peers.products = TorchProducts(stand_in)
+            module = importlib.import_module(f"tdx.bench.{operation}")
+            (row,) = module.rows(bench)
+            assert "error" not in row, row
+            failed = row.get("failed", {})
+            wanted = {name for name in module.COLUMNS if "library" in name or name == "async_tp"}
+            assert wanted == {name for name in wanted if row.get(name, 0) > 0} | set(failed), row
+            assert set(failed) <= {"symm+library"}, failed  # which needs a GPU
+
+
+@worlds(1, 3)
+def case_peers_that_fail(world):
+    """What fails on one rank is left out on all, and named with its reason; the rest is timed."""
+    operands = Summands(world, (6, 70, 5), np.dtype("float32"))
+    result = operands.product()
+    right = operands.a.numpy().astype(np.float64) @ operands.b.numpy()
+    last = world.size - 1
+    wrong = right + (np.arange(70) == 69) * (world.rank == last)  # one column, on one rank
+
+    def writes(values):
+        call = partial(result.out.copy_from, values.astype(np.float32))
+        return lambda: Way(call, lambda calls: lambda: None)
+
+    def refuses(*_):
+        if world.rank == last:
+            raise RuntimeError("no\nsuch operation")
+
+    row = {}
+    compared = Comparison(world, row, 2)
+    makers = {
+        "right": writes(right),
+        "wrong": writes(wrong),
+        "nothing": lambda: Way(lambda: None),
+        "not made": refuses,
+        "not called": lambda: Way(refuses),
+        "not recorded": lambda: Way(writes(right)().call, refuses),
+    }
+    compared.peers(makers, result)
+    compared.ours("ours", partial(tdx.matmul, operands.a, operands.b, out=result.out), result)
+    assert "error" not in row
+    compared.time()
+    failed = row.pop("failed")
+    assert set(row) == {"right", "ours"}
+    assert set(failed) == set(makers) - {"right"}
+    where = f"rank {last}: " if last else ""
+    assert failed["wrong"].startswith(f"{where}WrongResult: relative error")
+    assert failed["nothing"] == "WrongResult: 420 of 420 elements were not written"
+    for name in ("not made", "not recorded"):
+        assert failed[name] == f"{where}RuntimeError: no such operation"
+
+
+@worlds(1, 2)
+def case_own_wrong_result(world):
+    """On one rank: an error of the row on all."""
+    operands = Summands(world, (6, 70, 5), np.dtype("bfloat16"))
+    a, result = operands.a, operands.product()
+    last = world.rank == world.size - 1
+    b = world.zeros((5, 70), "bfloat16", symmetric=False) if last else operands.b
+    row = {}
+    Comparison(world, row, 2).ours("ours", partial(tdx.matmul, a, b, out=result.out), result)
+    where = "" if world.size == 1 else "rank 1: "
+    assert row["error"] == f"ours: {where}relative error 1.0e+00, bound 5e-03"
+
+
+@worlds(1, 2)
+def case_collectives_that_fail(world):
+    """The others are timed all the same; the table has a star and a note below."""
+    peers = object.__new__(TorchPeers)  # without PyTorch
+    peers._world = world
+    peers.recorded = lambda call, calls: call
+    last = world.size - 1
+
+    def fails():
+        if world.rank == last:
+            raise RuntimeError("no such operation")
+
+    times = peers._times({"nccl": lambda: world.check, "other": fails})
+    where = f"rank {last}: " if last else ""
+    assert times["nccl"] >= 0
+    assert times["failed"] == {"other": f"{where}RuntimeError: no such operation"}
+    notes = _notes("", ("bytes", "nccl", "other"), [{"bytes": 8, **times}, {"bytes": 9, **times}])
+    assert notes == [f"* other at 8 and 1 more: {where}RuntimeError: no such operation"]
