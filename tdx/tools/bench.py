@@ -13,6 +13,7 @@ import importlib
 import json
 import pkgutil
 import platform
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         metavar="BYTES,...",
-        help="of collectives: bytes per rank; K, M and G are binary",
+        help="of collectives: bytes per rank, as 4096,64K,1MiB",
     )
     parser.add_argument(
         "--shapes",
@@ -98,6 +99,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.shapes and args.preset:
         raise InvalidArgument("--shapes and --preset: give one of them")
     presets.given(args.shapes or (), args.operation, args.ranks)
+    _sizes(args)
 
 
 class Bench:
@@ -121,9 +123,7 @@ class Bench:
 
     def sizes(self, default: Sequence[int]) -> list[int]:
         """Bytes per rank to measure: as asked for, else the default."""
-        if not self._args.sizes:
-            return list(default)
-        return [_bytes(text) for text in self._args.sizes.split(",")]
+        return _sizes(self._args) or list(default)
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes to measure, see presets: as asked for, else the default of the backend."""
@@ -184,10 +184,19 @@ class Bench:
             row["% of floor"] = 100 * row["floor"] / min(mine)
 
 
+def _sizes(args: argparse.Namespace) -> list[int]:
+    return [_bytes(text) for text in (args.sizes or "").split(",") if args.sizes]
+
+
 def _bytes(text: str) -> int:
-    units = {"K": 10, "M": 20, "G": 30}
-    unit = text[-1:].upper()
-    return int(text[:-1]) << units[unit] if unit in units else int(text)
+    """A size such as 65536, 64K or 64KiB."""
+    found = re.fullmatch(r"(\d+) ?([KMG]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
+    if found is None or not int(found[1]):
+        raise InvalidArgument(
+            f"--sizes: {text!r} is no size: give bytes > 0, as 65536, 64K or 64KiB, with commas "
+            "between them"
+        )
+    return int(found[1]) << 10 * " KMG".index(found[2].upper() or " ")
 
 
 def _on_rank(argv: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tdx.runtime.errors import DtypeError, InvalidArgument
-from tdx.tools import presets
+from tdx.tools import bench, presets
 from tdx.tools.reference import Matrix, sample
 
 OPERATIONS = (
@@ -61,3 +61,17 @@ def test_parts_of_a_matrix():
         assert not np.array_equal(matrix.whole()[0], matrix.whole()[-1])
     with pytest.raises(DtypeError, match="bfloat16, float16, float32"):
         Matrix(1, (2, 2), np.dtype("int8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("65536", 65536), ("64K", 65536), ("64KiB", 65536), ("1m", 1 << 20), ("2 GiB", 2 << 30)],
+)
+def test_sizes(text, nbytes):
+    assert bench._bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "K", "4 KiBi", "-1", "1.5K", "4T"])
+def test_what_is_no_size(text):
+    with pytest.raises(InvalidArgument, match=r"--sizes: .* is no size"):
+        bench._bytes(text)
