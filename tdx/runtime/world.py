@@ -6,13 +6,12 @@ import contextlib
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tdx import abi
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.array import Array, check_shape
 from tdx.runtime.block import Exports, LocalBlock, SymmetricBlock
@@ -20,7 +19,8 @@ from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError, Unsupported
 from tdx.runtime.faults import Faults
-from tdx.runtime.group import Group, Team, check_rank, make_handle
+from tdx.runtime.group import Group, Team, agree_on_team, make_handle
+from tdx.runtime.mpi_access import mpi_access
 from tdx.runtime.recovery import recover
 from tdx.runtime.signals import Channel, Site, Sites, Usage, check_blocks, make_channel
 from tdx.runtime.stream import Stream, Streams, stream_handle
@@ -215,19 +215,7 @@ class World(Group):
         Members get the team, others None. Raises InvalidArgument, CollectiveMismatch.
         """
         self.check()
-        members: tuple[int, ...] = ()
-        refused: TdxError | None = None
-        try:
-            if not isinstance(ranks, Iterable):
-                raise InvalidArgument(f"a team is given by its world ranks, got {ranks!r}")
-            members = tuple(check_rank(rank, self.size, "team rank") for rank in ranks)
-            if not members or len(set(members)) != len(members):
-                raise InvalidArgument(f"a team needs one or more different ranks, got {members}")
-            if len(self._teams) > abi.MAX_TEAMS:
-                raise Unsupported(f"a world has at most {abi.MAX_TEAMS} teams")
-        except TdxError as error:
-            refused = error
-        self.channels.agree(f"team({list(members)})", refused)
+        members = agree_on_team(self, ranks, len(self._teams))
         index = len(self._teams)
         self._teams[index] = members
         self.faults.set_table(index, members)
@@ -298,6 +286,25 @@ class World(Group):
         self.check()
         self.synchronize()
         self.channels.barrier("barrier")
+
+    def mpi(
+        self, *arrays: Array, gpu_aware: bool | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Hand arrays to MPI: `with world.mpi(x): comm.Send(x, dest=1)`.
+
+        When the block begins, this rank's pending work on the arrays is done; only their streams
+        are waited for. Work that is queued after the block comes after what MPI did in it:
+        requests of nonblocking calls must be completed inside. Yields the array, or a tuple of
+        several. Works for any library of the host that takes DLPack or
+        `__cuda_array_interface__`. What peers do to the arrays is not waited for.
+
+        gpu_aware : bool, optional
+            On GPUs: whether MPI takes their memory. None: as MPI itself says.
+
+        Raises InvalidArgument (no array of this rank and world, inside of a graph), Unsupported
+        (an MPI that does not take GPU memory, or does not say so), a pending fault, Closed.
+        """
+        return mpi_access(self, arrays, gpu_aware)
 
     def synchronize(self) -> None:
         """Wait for all streams of this rank's device. Raises a pending fault, DriverError."""
