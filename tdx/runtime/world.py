@@ -17,12 +17,13 @@ from tdx.runtime.array import Array, check_shape
 from tdx.runtime.block import Exports, LocalBlock, SymmetricBlock
 from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies
-from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError, Unsupported
+from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
 from tdx.runtime.faults import Faults
 from tdx.runtime.group import Group, Team, agree_on_team, make_handle
 from tdx.runtime.mpi_access import mpi_access
 from tdx.runtime.recovery import recover
-from tdx.runtime.signals import Channel, Site, Sites, Usage, check_blocks, make_channel
+from tdx.runtime.registration import Registry
+from tdx.runtime.signals import Channel, Site, Sites, Usage, agreed_channel
 from tdx.runtime.stream import Stream, Streams, stream_handle
 from tdx.runtime.undo import Undo
 from tdx.runtime.window import Region, RuntimeRegions, Window
@@ -101,6 +102,8 @@ class World(Group):
         start = self.window.stride // 2
         first = min(_FIRST_USER_BYTES, limit)
         self.user_region = Region(self.window, "user", start, first, limit, self.ranks)
+        self._registry = Registry(self)
+        undo.add(self._registry.close)
         self.stream = self.new_stream()
         driver.set_current_stream(self.stream.handle)
         self.faults = Faults(self, timeout_s)
@@ -202,11 +205,20 @@ class World(Group):
             self.driver.fill(array._address, 0, array.nbytes, stream)
 
     def register(self, array: Any) -> Array:
-        """A foreign device allocation as a symmetric array. Not offered yet: Unsupported."""
-        raise Unsupported(
-            "world.register: foreign allocations cannot become symmetric yet; copy the data into "
-            "a symmetric array with world.array(x)"
-        )
+        """Memory of somebody else as a symmetric array: contiguous, writable. Collective.
+
+        Every rank gives an array of the same shape and dtype: on a GPU any DLPack producer over
+        memory of cuMemCreate, on the host tier a NumPy array over a file that is mapped shared;
+        the error says which allocators give such. The result is the same memory at another
+        address (use one of the two in a kernel) and keeps `array` alive. Its producer's pending
+        work comes first; later work on `array` is the caller's to order. `x.free()`, which is
+        collective here, gives the memory back to its owner, as does dropping it on all ranks,
+        at the next call.
+
+        Raises Unsupported (memory that cannot be exported, or lies differently in the ranks'
+        allocations) on every rank, CollectiveMismatch, InvalidArgument, HeapExhausted, Closed.
+        """
+        return self._registry.register(array)
 
     # ---- groups, signals, streams
     def team(self, ranks: Sequence[int]) -> Team | None:
@@ -240,16 +252,7 @@ class World(Group):
         CollectiveMismatch.
         """
         self.check()
-        group = self.group(team)
-        refused: TdxError | None = None
-        try:
-            check_blocks(blocks)
-        except TdxError as error:
-            refused = error
-        self.channels.agree(f"channel(blocks={blocks})", refused, members=group.ranks)
-        result = make_channel(self, group, blocks, Site("kernel", f"channel({blocks})"))
-        self.meet("channel", group)
-        return result
+        return agreed_channel(self, self.group(team), blocks)
 
     def meet(self, what: str, group: Group | None = None) -> None:
         """Wait for this rank's device, then for all ranks of the group."""

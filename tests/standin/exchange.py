@@ -2,14 +2,211 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.standin.ranks import Rank, scenario
+from tests.standin.ranks import ERROR, Rank, scenario
 
 _NOT_READY = 600
+_PIECE = 2 << 20  # bytes
+
+
+class Producer:
+    """An array of somebody else on a GPU, and for which streams it was asked."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], dtype: Any, device: int):
+        self.address, self.shape, self.dtype = address, shape, np.dtype(dtype)
+        self.device = (2, device)
+        self.streams: list[int | None] = []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> Any:
+        from tdx.runtime import dlpack
+
+        self.streams.append(stream)
+        strides = dlpack.row_major(self.shape, self.dtype.itemsize)
+        return dlpack.capsule(
+            self, self.address, self.shape, strides, self.dtype, self.device, max_version
+        )
+
+
+class Allocator:
+    """Pieces of memory mapped behind one another, as PyTorch's expandable segments are."""
+
+    def __init__(
+        self,
+        world: Any,
+        pieces: int,
+        size: int = _PIECE,
+        device: int | None = None,
+        kinds: int = 1,
+    ):
+        from cuda.bindings import driver as cu
+
+        self.cu, self.nbytes, self.size = cu, pieces * size, size
+        self.device = world.device.index if device is None else device
+        property_ = cu.CUmemAllocationProp()
+        property_.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        property_.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        property_.location.id = self.device
+        property_.requestedHandleTypes = cu.CUmemAllocationHandleType(kinds)
+        access = cu.CUmemAccessDesc()
+        self.base = int(self._checked(cu.cuMemAddressReserve(self.nbytes, 0, 0, 0)))
+        for number in range(pieces):
+            handle = self._checked(cu.cuMemCreate(size, property_, 0))
+            at = self.base + number * size
+            self._checked(cu.cuMemMap(at, size, 0, handle, 0))
+            self._checked(cu.cuMemSetAccess(at, size, [access], 1))
+            self._checked(cu.cuMemRelease(handle))
+
+    @staticmethod
+    def _checked(result: Any) -> Any:
+        assert int(result[0]) == 0, result
+        return result[1] if len(result) > 1 else None
+
+    def array(self, offset: int, count: int) -> tuple[Producer, np.ndarray]:
+        """`count` int32 as a producer, and as what the stand-in has in their place."""
+        from tdx.runtime import dlpack
+
+        address = self.base + offset
+        return Producer(address, (count,), np.int32, self.device), dlpack.numpy_view(
+            self, address, (count,), (4,), np.int32
+        )
+
+    def free(self) -> None:
+        for at in range(self.base, self.base + self.nbytes, self.size):
+            self._checked(self.cu.cuMemUnmap(at, self.size))
+        self._checked(self.cu.cuMemAddressFree(self.base, self.nbytes))
+
+
+@contextlib.contextmanager
+def allocated(*args: Any, **options: Any) -> Iterator[Allocator]:
+    allocator = Allocator(*args, **options)
+    yield allocator
+    allocator.free()
+
+
+@scenario(1, 2, 3)
+def registered_memory(rank: Rank) -> None:
+    """Every rank sees all ranks' memory in its own window, and owners see what is written."""
+    with rank.leaves_nothing():
+        world = rank.init()
+        offset, count = _PIECE - 4096, 2 * _PIECE // 4
+        pieces = 1 if rank.last else 3  # one rank has it in one piece
+        with allocated(world, pieces, 3 * _PIECE // pieces) as allocator:
+            producer, theirs = allocator.array(offset, count)
+            theirs[:] = np.arange(count) + rank.rank
+            before = rank.fake.live()["mappings"]
+            x = world.register(producer)
+            assert producer.streams == [world.stream.handle]
+            assert x.data_ptr() != producer.address
+            mapped = 3 * (rank.size - 1) + 1
+            assert rank.fake.live()["mappings"] - before == mapped
+            world.barrier()
+            for peer in range(rank.size):
+                assert (x.peer(peer).numpy() == np.arange(count) + peer).all()
+            world.barrier()
+            right = (rank.rank + 1) % rank.size
+            x.peer(right).copy_from(np.full(count, 7 * rank.rank, np.int32))
+            world.synchronize()
+            world.barrier()
+            assert (theirs == 7 * ((rank.rank - 1) % rank.size)).all()
+            x.free()
+            assert rank.fake.live()["mappings"] == before
+            del x
+            x = world.register(producer)
+            del x
+            y = world.register(producer)  # unmaps what all have dropped
+            assert rank.fake.live()["mappings"] - before == mapped
+            assert "handles" not in rank.fake.live()
+            del theirs, producer
+        world.close()
+        del y
+
+
+@scenario(1, 2, 3)
+def registering_fails(rank: Rank) -> None:
+    """Whichever call fails on one rank: all raise, and nothing stays."""
+    with rank.leaves_nothing():
+        world = rank.init()
+        with allocated(world, pieces=3) as allocator:
+            producer, theirs = allocator.array(256, 3 * _PIECE // 4 - 64)
+            world.register(producer).free()
+            rank.fake.heal()
+            world.register(producer).free()
+            calls = rank.union(rank.fake.calls())
+            before = rank.fake.live()
+            for verb in (
+                "cuMemGetAddressRange",
+                "cuMemRetainAllocationHandle",
+                "cuMemGetAllocationPropertiesFromHandle",
+                "cuMemExportToShareableHandle",
+                "cuMemImportFromShareableHandle",
+                "cuMemMap",
+                "cuMemSetAccess",
+            ):
+                assert calls[verb] >= 3, calls
+                for call in range(1, calls[verb] + 1):
+                    rank.meet()
+                    if rank.last:
+                        rank.fake.fail(verb, call)
+                    with rank.raises(ERROR, kind="DriverError"):
+                        world.register(producer)
+                    rank.fake.heal()
+                    assert rank.fake.live() == before, (verb, call, rank.fake.live(), before)
+            x = world.register(producer)
+            theirs[5] = 55
+            assert x.numpy()[5] == 55
+            del producer, theirs
+        world.close()
+        del x
+
+
+@scenario(1, 2)
+def what_cannot_be_registered(rank: Rank) -> None:
+    """All ranks raise, with the allocators that would do, whatever the reason and on which."""
+    with rank.leaves_nothing():
+        world = rank.init()
+        remedy = ("expandable_segments:True", "cupy.cuda.set_allocator", "world.array(x)")
+        pool = world.zeros(100, np.int32, symmetric=False)  # cuMemAllocFromPoolAsync
+        unknown = Producer(4096, (100,), np.int32, world.device.index)
+        with contextlib.ExitStack() as stack:
+            good, theirs = stack.enter_context(allocated(world, pieces=1)).array(0, 100)
+            fabric = stack.enter_context(allocated(world, pieces=1, kinds=8)).array(0, 100)[0]
+            foreign = stack.enter_context(allocated(world, pieces=1, device=5)).array(0, 100)[0]
+            foreign.device = good.device  # as if the producer did not know
+            hole = Producer(good.address, (_PIECE,), np.int32, world.device.index)
+            bad = Producer(pool.data_ptr(), (100,), np.int32, world.device.index)
+            for array, words in (
+                (bad, remedy),
+                (unknown, remedy),
+                (fabric, ("without descriptors", *remedy)),
+                (foreign, ("on GPU 5",)),
+            ):
+                given = array if rank.last else good
+                with rank.raises(*words, kind="Unsupported"):
+                    world.register(given)
+                with rank.raises(*words, kind="Unsupported"):
+                    world.register(array)
+            with rank.raises(*remedy, kind="Unsupported"):
+                world.register(hole)  # whose end is not mapped
+            other = Producer(good.address, (100,), np.int32, 6)
+            with rank.raises("on GPU 6", kind="Unsupported"):
+                world.register(other)
+            with rank.raises("DLPack device (1, 0)", kind="Unsupported"):
+                world.register(np.zeros(100, np.int32))
+            world.barrier()
+            world.register(good).free()
+            del theirs
+        world.close()
+        del pool
 
 
 @scenario(1, 2)
