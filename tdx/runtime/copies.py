@@ -12,7 +12,7 @@ import numpy as np
 from tdx.runtime import dlpack
 from tdx.runtime.config import config
 from tdx.runtime.errors import Unsupported
-from tdx.runtime.stream import order
+from tdx.runtime.stream import DEFAULT_STREAM, order
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
@@ -32,13 +32,23 @@ class Copies:
         self._world = world
         self._driver = world.driver
 
+    def stream_for(self, block: Block) -> int:
+        """Where a copy into the block is queued."""
+        if self._world.recording is not None:
+            return self._driver.current_stream()  # another one would not be recorded
+        return block.stream or self._world.stream.handle
+
+    def source(self, producer: Any, stream: int) -> Imported:
+        """Memory of a NumPy array or DLPack producer, ready for a copy on `stream`."""
+        # a stream that is recorded cannot wait for what runs now
+        return dlpack.import_array(producer, None if self._world.recording else stream)
+
     def copy(self, target: Array, source: Array | Imported) -> None:
         """Copy equal shapes and dtypes; `target` is not empty."""
         block = target._block
-        stream = block.stream or self._world.stream.handle
+        stream = self.stream_for(block)
         recording = self._world.recording
         if recording is not None:
-            stream = self._driver.current_stream()  # another one would not be recorded
             recording.keep(target, source)
             recording.before_replay(block.enter)
             if not isinstance(source, dlpack.Imported):
@@ -116,7 +126,7 @@ class Copies:
                     stacklevel=3,
                 )
         elif block.stream:
-            order(self._driver, block.stream, 0 if stream is None else int(stream))
+            order(self._driver, block.stream, DEFAULT_STREAM if stream is None else int(stream))
 
     def _is_pending(self, block: Block) -> bool:
         stream = block.stream

@@ -166,9 +166,11 @@ class World(Group):
             return self.empty(source.shape, source.dtype, symmetric, name).copy_from(source)
         if not hasattr(source, "__dlpack__"):
             source = np.asarray(source)
-        memory = dlpack.import_array(source)
+        stream = self.driver.current_stream()
+        memory = self.copies.source(source, stream)
         array = self.empty(memory.shape, memory.dtype, symmetric, name)
         if array.size:
+            array._block.enter(stream)
             self.copies.copy(array, memory)
         return array
 

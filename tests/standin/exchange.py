@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -243,8 +245,6 @@ def arrays_to_mpi(rank: Rank) -> None:
 @scenario(1)
 def mpi_that_says_nothing(rank: Rank) -> None:
     """Without mpi4py nobody knows; an MPI that takes GPU memory is believed."""
-    import sys
-
     from tdx.runtime import mpi_access
 
     with rank.leaves_nothing():
@@ -293,3 +293,109 @@ def bare_exports(rank: Rank) -> None:
         rank.fake.heal()
         world.close()
         del x
+
+
+@scenario(1)
+def producers_without_a_stream(rank: Rank) -> None:
+    """Who shows no stream is asked to order its work before ours, once for each stream."""
+    with rank.leaves_modules():
+        world = rank.init()
+        with allocated(world, pieces=1) as allocator:
+            _ask_in_all_ways(world, *allocator.array(0, 64))
+        world.close()
+
+
+def _ask_in_all_ways(world: Any, x: Producer, theirs: np.ndarray) -> None:
+    import tdx
+
+    ours, side = world.stream.handle, world.new_stream()
+    theirs[:] = np.arange(64)
+    y = world.zeros(64, np.int32)
+    plan = tdx.AllReduce(world, 64, np.int32)
+    graph = tdx.graph(world)
+
+    def asked(call: Any) -> list[int | None]:
+        x.streams.clear()
+        call()
+        return list(x.streams)
+
+    def elsewhere() -> None:
+        with world.on(side):
+            tdx.put(y, x, 0)
+
+    def record() -> None:
+        with graph:
+            plan(x, y)
+
+    for streams, call in (
+        ([ours], lambda: y.copy_from(x)),
+        ([ours], lambda: tdx.put(y, x, 0)),
+        ([side.handle], lambda: tdx.put(y, x, 0, stream=side)),
+        ([side.handle], elsewhere),
+        ([1], lambda: tdx.put(y, x, 0, stream=0)),
+        ([ours], lambda: plan(x, y)),
+        ([ours, side.handle], lambda: plan(x, y, stream=side)),
+        ([side.handle], lambda: y.copy_from(x)),
+        ([ours], lambda: world.array(x)),
+        ([ours], lambda: tdx.all_reduce(x, out=y)),
+        # what is recorded cannot wait for what runs now: the replay does
+        ([1], record),
+        ([ours], graph.replay),
+        ([side.handle], lambda: graph.replay(side)),
+    ):
+        assert asked(call) == streams, (x.streams, streams)
+    assert (y.copy_from(x).numpy() == theirs).all()
+
+
+class CupyArray:
+    """As much of a CuPy array as is asked for."""
+
+    shape, strides, dtype = (64,), (4,), np.dtype(np.int32)
+
+    def __init__(self, world: Any, memory: Any):
+        self.data = types.SimpleNamespace(ptr=memory.data_ptr())
+        self.device = contextlib.nullcontext()
+        self.device.id = world.device.index  # type: ignore[attr-defined]
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise AssertionError("it is described by its attributes")
+
+
+@scenario(1)
+def frameworks_with_a_stream(rank: Rank) -> None:
+    """A plan goes to the current stream of its operand's framework, the default one too."""
+    current = types.SimpleNamespace(ptr=0)
+    runtime = types.SimpleNamespace(is_hip=False)
+    cuda = types.SimpleNamespace(get_current_stream=lambda: current, runtime=runtime)
+    cupy: Any = types.SimpleNamespace(ndarray=CupyArray, cuda=cuda)
+    CupyArray.__module__, sys.modules["cupy"] = "cupy", cupy
+    with rank.leaves_modules():
+        world = rank.init()
+        _follow(rank, world, current)
+        world.close()
+    del sys.modules["cupy"]
+
+
+def _follow(rank: Rank, world: Any, current: Any) -> None:
+    import tdx
+
+    side = world.new_stream()
+    memory, y = world.zeros(64, np.int32, symmetric=False), world.zeros(64, np.int32)
+    x = CupyArray(world, memory)
+    plan = tdx.AllReduce(world, 64, np.int32)
+    for ptr, stream in ((side.handle, side.handle), (0, 1), (side.handle, side.handle)):
+        current.ptr = ptr
+        for call in (lambda: plan(x, y), lambda: tdx.put(y, x, 0)):
+            y._block.stream = world.stream.handle
+            rank.fake.heal()
+            call()
+            assert y._block.stream == stream
+            assert rank.fake.calls()["cuStreamWaitEvent"] >= 1
+        rank.fake.heal()
+        assert y.__dlpack__(stream=world.stream.handle)
+        assert rank.fake.calls()["cuStreamWaitEvent"] == 1
+    plan(x, y, stream=world.stream)
+    assert y._block.stream == world.stream.handle
+    with tdx.graph(world) as graph:
+        plan(x, y)  # on the graph's stream
+    graph.replay()
