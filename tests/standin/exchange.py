@@ -399,3 +399,43 @@ def _follow(rank: Rank, world: Any, current: Any) -> None:
     with tdx.graph(world) as graph:
         plan(x, y)  # on the graph's stream
     graph.replay()
+
+
+@scenario(1, 2)
+def full_beside_frameworks(rank: Rank) -> None:
+    """Out of memory names the settings of the frameworks that are loaded, on the rank and others'
+    errors, and of no others."""
+    settings = {
+        "jax": ("XLA_PYTHON_CLIENT_PREALLOCATE=false", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+        "torch": ("torch.cuda.empty_cache()", "PYTORCH_CUDA_ALLOC_CONF"),
+        "cupy": ("get_default_memory_pool().free_all_blocks()", "CUPY_GPU_MEMORY_LIMIT"),
+    }
+    whole, absent = rank.fake.memory, {name: sys.modules.pop(name, None) for name in settings}
+    with rank.leaves_nothing():
+        world = rank.init()
+        if rank.last:
+            rank.fake.memory = 128 << 20
+        for loaded in ((), ("jax",), ("torch", "cupy"), tuple(settings)):
+            sys.modules.update((name, types.ModuleType(name)) for name in loaded)
+            _fill_up(rank, world, loaded, settings)
+            for name in loaded:
+                del sys.modules[name]
+        rank.fake.memory = whole
+        world.close()
+    sys.modules.update((name, module) for name, module in absent.items() if module)
+
+
+def _fill_up(rank: Rank, world: Any, loaded: Any, settings: dict[str, tuple[str, ...]]) -> None:
+    from tdx.runtime.errors import HeapExhausted
+
+    tries = [lambda: world.empty(512 << 20, np.int8)]
+    if rank.last:
+        tries.append(lambda: world.empty(512 << 20, np.int8, symmetric=False))
+    for attempt in tries:
+        with pytest.raises(HeapExhausted) as caught:
+            attempt()
+        for name, words in settings.items():
+            for word in words:
+                assert (word in str(caught.value)) == (name in loaded), caught.value
+        assert ("nvidia-smi" in str(caught.value)) == (not loaded)
+    rank.meet()

@@ -11,6 +11,7 @@ from typing import Any
 from tdx import abi
 from tdx.runtime.driver.cuda_device import CudaDevice, call, cu
 from tdx.runtime.driver.cuda_staging import LARGE, Staging
+from tdx.runtime.driver.neighbours import memory_remedies
 from tdx.runtime.errors import HeapExhausted, InvalidArgument, TdxError, Unsupported
 
 __all__ = ["CudaMemory"]
@@ -110,8 +111,7 @@ class CudaMemory(CudaDevice):
             free, total = self._call("asking for free memory", cu.cuMemGetInfo)
             raise HeapExhausted(
                 f"heap: {nbytes} bytes of device memory cannot be had, {free} of {total} are "
-                "free; pass a smaller heap_bytes= to tdx.init, or keep other users of the GPU "
-                "from taking all of it (XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX)"
+                f"free; pass a smaller heap_bytes= to tdx.init. {memory_remedies()}"
             ) from error
 
     def mem_export(self, handle: int) -> int:
