@@ -6,93 +6,21 @@ import contextlib
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tdx.runtime import dlpack
+from tests.helpers.vmm import FABRIC, PIECE, POSIX_FD, Producer, allocated
 from tests.standin.ranks import ERROR, Rank, scenario
 
 _NOT_READY = 600
-_PIECE = 2 << 20  # bytes
 
 
-class Producer:
-    """An array of somebody else on a GPU, and for which streams it was asked."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: Any, device: int):
-        self.address, self.shape, self.dtype = address, shape, np.dtype(dtype)
-        self.device = (2, device)
-        self.streams: list[int | None] = []
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.device
-
-    def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> Any:
-        from tdx.runtime import dlpack
-
-        self.streams.append(stream)
-        strides = dlpack.row_major(self.shape, self.dtype.itemsize)
-        return dlpack.capsule(
-            self, self.address, self.shape, strides, self.dtype, self.device, max_version
-        )
-
-
-class Allocator:
-    """Pieces of memory mapped behind one another, as PyTorch's expandable segments are."""
-
-    def __init__(
-        self,
-        world: Any,
-        pieces: int,
-        size: int = _PIECE,
-        device: int | None = None,
-        kinds: int = 1,
-    ):
-        from cuda.bindings import driver as cu
-
-        self.cu, self.nbytes, self.size = cu, pieces * size, size
-        self.device = world.device.index if device is None else device
-        property_ = cu.CUmemAllocationProp()
-        property_.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        property_.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        property_.location.id = self.device
-        property_.requestedHandleTypes = cu.CUmemAllocationHandleType(kinds)
-        access = cu.CUmemAccessDesc()
-        self.base = int(self._checked(cu.cuMemAddressReserve(self.nbytes, 0, 0, 0)))
-        for number in range(pieces):
-            handle = self._checked(cu.cuMemCreate(size, property_, 0))
-            at = self.base + number * size
-            self._checked(cu.cuMemMap(at, size, 0, handle, 0))
-            self._checked(cu.cuMemSetAccess(at, size, [access], 1))
-            self._checked(cu.cuMemRelease(handle))
-
-    @staticmethod
-    def _checked(result: Any) -> Any:
-        assert int(result[0]) == 0, result
-        return result[1] if len(result) > 1 else None
-
-    def array(self, offset: int, count: int) -> tuple[Producer, np.ndarray]:
-        """`count` int32 as a producer, and as what the stand-in has in their place."""
-        from tdx.runtime import dlpack
-
-        address = self.base + offset
-        return Producer(address, (count,), np.int32, self.device), dlpack.numpy_view(
-            self, address, (count,), (4,), np.int32
-        )
-
-    def free(self) -> None:
-        for at in range(self.base, self.base + self.nbytes, self.size):
-            self._checked(self.cu.cuMemUnmap(at, self.size))
-        self._checked(self.cu.cuMemAddressFree(self.base, self.nbytes))
-
-
-@contextlib.contextmanager
-def allocated(*args: Any, **options: Any) -> Iterator[Allocator]:
-    allocator = Allocator(*args, **options)
-    yield allocator
-    allocator.free()
+def stored(array: Producer) -> np.ndarray:
+    """What the stand-in has in the array's memory, which is the process's own."""
+    return dlpack.numpy_view(array, array.address, array.shape, (4,), array.dtype)
 
 
 @scenario(1, 2, 3)
@@ -100,10 +28,11 @@ def registered_memory(rank: Rank) -> None:
     """Every rank sees all ranks' memory in its own window, and owners see what is written."""
     with rank.leaves_nothing():
         world = rank.init()
-        offset, count = _PIECE - 4096, 2 * _PIECE // 4
+        offset, count = PIECE - 4096, 2 * PIECE // 4
         pieces = 1 if rank.last else 3  # one rank has it in one piece
-        with allocated(world, pieces, 3 * _PIECE // pieces) as allocator:
-            producer, theirs = allocator.array(offset, count)
+        with allocated(world.device.index, pieces, 3 * PIECE // pieces) as allocator:
+            producer = allocator.array(offset, count)
+            theirs = stored(producer)
             theirs[:] = np.arange(count) + rank.rank
             before = rank.fake.live()["mappings"]
             x = world.register(producer)
@@ -138,8 +67,9 @@ def registering_fails(rank: Rank) -> None:
     """Whichever call fails on one rank: all raise, and nothing stays."""
     with rank.leaves_nothing():
         world = rank.init()
-        with allocated(world, pieces=3) as allocator:
-            producer, theirs = allocator.array(256, 3 * _PIECE // 4 - 64)
+        with allocated(world.device.index, pieces=3) as allocator:
+            producer = allocator.array(256, 3 * PIECE // 4 - 64)
+            theirs = stored(producer)
             world.register(producer).free()
             rank.fake.heal()
             world.register(producer).free()
@@ -180,11 +110,13 @@ def what_cannot_be_registered(rank: Rank) -> None:
         pool = world.zeros(100, np.int32, symmetric=False)  # cuMemAllocFromPoolAsync
         unknown = Producer(4096, (100,), np.int32, world.device.index)
         with contextlib.ExitStack() as stack:
-            good, theirs = stack.enter_context(allocated(world, pieces=1)).array(0, 100)
-            fabric = stack.enter_context(allocated(world, pieces=1, kinds=8)).array(0, 100)[0]
-            foreign = stack.enter_context(allocated(world, pieces=1, device=5)).array(0, 100)[0]
+            gpu = world.device.index
+            good, fabric, foreign = (
+                stack.enter_context(allocated(device, 1, kinds=kinds)).array(0, 100)
+                for device, kinds in ((gpu, POSIX_FD), (gpu, FABRIC), (5, POSIX_FD))
+            )
             foreign.device = good.device  # as if the producer did not know
-            hole = Producer(good.address, (_PIECE,), np.int32, world.device.index)
+            hole = Producer(good.address, (PIECE,), np.int32, world.device.index)
             bad = Producer(pool.data_ptr(), (100,), np.int32, world.device.index)
             for array, words in (
                 (bad, remedy),
@@ -206,7 +138,6 @@ def what_cannot_be_registered(rank: Rank) -> None:
                 world.register(np.zeros(100, np.int32))
             world.barrier()
             world.register(good).free()
-            del theirs
         world.close()
         del pool
 
@@ -300,15 +231,15 @@ def producers_without_a_stream(rank: Rank) -> None:
     """Who shows no stream is asked to order its work before ours, once for each stream."""
     with rank.leaves_modules():
         world = rank.init()
-        with allocated(world, pieces=1) as allocator:
-            _ask_in_all_ways(world, *allocator.array(0, 64))
+        with allocated(world.device.index, pieces=1) as allocator:
+            _ask_in_all_ways(world, allocator.array(0, 64))
         world.close()
 
 
-def _ask_in_all_ways(world: Any, x: Producer, theirs: np.ndarray) -> None:
+def _ask_in_all_ways(world: Any, x: Producer) -> None:
     import tdx
 
-    ours, side = world.stream.handle, world.new_stream()
+    ours, side, theirs = world.stream.handle, world.new_stream(), stored(x)
     theirs[:] = np.arange(64)
     y = world.zeros(64, np.int32)
     plan = tdx.AllReduce(world, 64, np.int32)

@@ -28,6 +28,7 @@ from tdx.runtime.errors import (
 from tdx.runtime.mappings import mappings
 from tests.helpers.cases import isolated, worlds
 from tests.helpers.reference import assert_same_bits, reduced, values
+from tests.helpers.vmm import PIECE, allocated
 
 PAGE = mmap.PAGESIZE
 
@@ -128,6 +129,29 @@ def case_memory_of_others(world, backend, kind, offset):
     with pytest.raises(Closed, match="was freed"):
         x.numpy()
     theirs[:] = 3  # still its owner's
+
+
+@pytest.mark.gpu
+@worlds(2, 4)
+def case_memory_of_a_gpu(world):
+    """As case_memory_of_others, in pieces of cuMemCreate; to its owner it has no name here."""
+    n, driver, stream = PIECE // 8, world.driver, world.stream.handle
+    with allocated(world.device.index, pieces=3) as allocator:
+        theirs = allocator.array(PIECE - 4096, 2 * n)
+        held = np.arange(2 * n, dtype=np.int32) + 1_000_000 * world.rank
+        driver.copy_in(theirs.address, held.ctypes.data, held.nbytes, stream)
+        x = world.register(theirs)
+        world.barrier()
+        for rank in range(world.size):
+            assert (x.peer(rank).numpy() == np.arange(2 * n) + 1_000_000 * rank).all()
+        world.barrier()
+        push_kernel[(1,)](x, 1000, world.handle, BLOCK=1024)
+        world.barrier()
+        left = (world.rank - 1) % world.size
+        driver.copy_out(held.ctypes.data, theirs.address, held.nbytes, stream)
+        assert (held[1000:2000] == np.arange(1000) + 1_000_000 * left + 1000).all()
+        world.barrier()
+        x.free()
 
 
 @worlds(2)
