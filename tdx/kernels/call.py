@@ -124,6 +124,12 @@ class Call:
         if error is not None and not self._planned:
             post_refusal(self.world, self.group, self.operation, error)
 
+    def handle(self) -> int:
+        """The stream on which the call's work is queued."""
+        if self.stream is None:
+            return self.world.driver.current_stream()
+        return stream_handle(self.stream)
+
     def plan(self, kind: type[P], *args: Any, **options: Any) -> P:
         """The cached plan of this call; it has no buffers for results."""
         plan = cached(self.world, self.group, kind, *args, **options, buffer=False)
@@ -135,7 +141,7 @@ class Call:
         framework = None if isinstance(x, Array) else owner_of(x)
         if framework is None:
             return operand(self.world, x, what)
-        memory = framework.describe(x)
+        memory = framework.describe(x, None if self.world.recording else self.handle())
         staged = self.world.backend != "host" and memory.device[0] in _HOST_MEMORY
         self._staged |= staged
         if not staged and (strided or memory.contiguous):
@@ -175,10 +181,8 @@ class Call:
     def finish(self, result: Any) -> Any:
         """Hand a target (or a tuple of them) over to the caller, complete if it has no stream."""
         if self._waits:
-            driver = self.world.driver
-            handle = driver.current_stream() if self.stream is None else stream_handle(self.stream)
             with self.world.surfacing():
-                driver.stream_synchronize(handle)
+                self.world.driver.stream_synchronize(self.handle())
             self.world.check()
         if isinstance(result, tuple):
             return tuple(self._adopt(each) for each in result)
@@ -195,8 +199,8 @@ class Call:
 
     def copy(self, source: Array, target: Any) -> None:
         """Copy a plan's contiguous buffer to a target, in stream order."""
-        driver = self.world.driver
-        handle = driver.current_stream() if self.stream is None else stream_handle(self.stream)
+        handle = self.handle()
         to = operand(self.world, target, "out")
         enter(self.world, handle, operand(self.world, source, "buffer"), to)
-        driver.copy(to.address, source._address, source.nbytes, handle, (source, to.owner))
+        keep = (source, to.owner)
+        self.world.driver.copy(to.address, source._address, source.nbytes, handle, keep)

@@ -24,7 +24,6 @@ from tdx.kernels.select import constants, power_of_two, tile_for
 from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.group import Group
-from tdx.runtime.stream import stream_handle
 from tdx.runtime.world import World
 
 __all__ = ["ACTIVATIONS", "Config", "Epilogue", "choose", "matmul"]
@@ -375,8 +374,7 @@ def matmul(
             world, "matmul", (rows, n, k, strides, *(op.dtype for op in ops), epilogue, config),
             lambda: _bind(world, rows, n, k, strides, ops, epilogue, config),
         )  # fmt: skip
-        stream = world.driver.current_stream() if call.stream is None else call.stream
-        handle = stream_handle(stream)
+        handle = call.handle()
         enter(world, handle, *ops)
         run(handle, *ops)
     return call.finish(target)

@@ -24,7 +24,6 @@ from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, check_operand, check_output, enter, operand
 from tdx.runtime.array import Array
 from tdx.runtime.errors import DtypeError, InvalidArgument
-from tdx.runtime.stream import stream_handle
 from tdx.runtime.world import World
 
 __all__ = ["get", "put"]
@@ -143,10 +142,8 @@ def _signal(world: World, signal: Any, value: Any) -> Operand:
 
 def _begin(call: Call, *ops: Operand) -> int:
     """The handle of the call's stream, ordered after the operands' last uses elsewhere."""
-    world = call.world
-    stream = world.driver.current_stream() if call.stream is None else call.stream
-    handle = stream_handle(stream)
-    enter(world, handle, *ops)
+    handle = call.handle()
+    enter(call.world, handle, *ops)
     return handle
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from tdx.runtime.block import Block
 from tdx.runtime.dlpack import Imported, row_major
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.world import World
+
+if TYPE_CHECKING:
+    from tdx.runtime.driver.base import Driver
 
 __all__ = [
     "Operand",
@@ -26,6 +29,29 @@ __all__ = [
     "flattened",
     "operand",
 ]
+
+
+class Producer:
+    """GPU memory of a producer whose stream cannot be asked for: it orders its work before ours.
+
+    Stands where a block of ours would, so that a call enters it with the stream that it uses.
+    """
+
+    __slots__ = ("_array", "_describe", "_driver", "last")
+    symmetric = False
+
+    def __init__(self, driver: Driver, describe: Callable[..., Imported], array: Any, stream: int):
+        """`describe` is that of the framework, asked for `stream` before; 0: for none."""
+        self._driver = driver
+        self._describe = describe
+        self._array = array
+        self.last = [stream]
+
+    def enter(self, stream: int) -> None:
+        """Work on `stream` is about to use the memory."""
+        if self.last[0] != stream and not self._driver.capturing(stream):
+            self._describe(self._array, stream)
+            self.last[0] = stream
 
 
 class Operand:
@@ -42,13 +68,15 @@ class Operand:
         Whether the elements lie in row-major order without gaps.
     owner : object
         Keeps the memory alive.
-    block : Block or None
-        The memory, if it is tdx's own.
+    block : Block, Producer or None
+        What orders the memory's uses, if it is tdx's own, or its framework shows no stream.
+    home : int or None
+        The current stream of the framework that it is from, where that shows one.
     writable : bool
     """
 
     __slots__ = (
-        "address", "block", "contiguous", "dtype", "owner", "shape", "strides", "writable",
+        "address", "block", "contiguous", "dtype", "home", "owner", "shape", "strides", "writable",
     )  # fmt: skip
 
     def __init__(
@@ -58,8 +86,9 @@ class Operand:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         owner: Any,
-        block: Block | None = None,
+        block: Block | Producer | None = None,
         writable: bool = True,
+        home: int | None = None,
     ):
         self.address = address
         self.dtype = dtype
@@ -68,6 +97,7 @@ class Operand:
         self.owner = owner
         self.block = block
         self.writable = writable
+        self.home = home
         expected = row_major(shape, 1)
         self.contiguous = (
             strides == expected
@@ -98,6 +128,7 @@ def operand(world: World, x: Any, what: str) -> Operand:
         return x.operand
     if isinstance(x, Operand):
         return x
+    home, block = None, None
     if isinstance(x, Imported):
         memory = x
     else:
@@ -107,7 +138,12 @@ def operand(world: World, x: Any, what: str) -> Operand:
                 f"{what} must be a tdx array, a NumPy array or a DLPack producer, got "
                 f"{type(x).__name__}"
             )
-        memory = framework.describe(x)
+        # what is recorded does not run now: the replay enters
+        stream = 0 if world.recording else world.driver.current_stream()
+        memory = framework.describe(x, stream)
+        home = framework.stream_of(x)
+        if home is None and world.backend != "host":
+            block = Producer(world.driver, framework.describe, x, stream)
     if memory.device[0] != world.device.dlpack_type:
         raise Unsupported(
             f"{what} is on DLPack device {memory.device}, the world on {world.backend}; "
@@ -123,7 +159,7 @@ def operand(world: World, x: Any, what: str) -> Operand:
         raise InvalidArgument(f"{what}: strides {memory.strides} are no multiples of {size} bytes")
     return Operand(
         memory.address, memory.dtype, memory.shape, tuple(s // size for s in memory.strides),
-        (x, memory), writable=not (memory.readonly or memory.copied),
+        (x, memory), block, writable=not (memory.readonly or memory.copied), home=home,
     )  # fmt: skip
 
 

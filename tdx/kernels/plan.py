@@ -147,9 +147,14 @@ class Plan:
 
     # ---- for calls
     def begin(self, stream: Any, *operands: Operand) -> int:
-        """Start a call: pending faults, stream order, bookkeeping. Returns the stream's handle."""
+        """Start a call: pending faults, stream order, bookkeeping. Returns the stream's handle.
+
+        Without a stream it is that of the first operand's framework, if that shows one.
+        """
         world = self.world
         world.check()
+        if stream is None and operands and world.recording is None:
+            stream = operands[0].home
         handle = world.driver.current_stream() if stream is None else stream_handle(stream)
         if handle != self._stream:
             self.begin_stream(handle)

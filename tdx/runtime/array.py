@@ -229,7 +229,8 @@ class Array:
         self._block.check()
         if isinstance(source, np.generic) or not hasattr(source, "__dlpack__"):
             source = np.asarray(source, None if hasattr(source, "dtype") else self.dtype)
-        source = source if isinstance(source, Array) else dlpack.import_array(source)
+        if not isinstance(source, Array):
+            source = self.world.copies.source(source, self.world.copies.stream_for(self._block))
         if source.dtype != self.dtype:
             raise DtypeError(
                 f"{self.name} has dtype {self.dtype}, the source {source.dtype}; convert it first"

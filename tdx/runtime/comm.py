@@ -5,13 +5,21 @@ It is used during `tdx.init` only, and carries bytes only.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from typing import Any, Protocol, runtime_checkable
 
 from tdx.runtime.errors import InvalidArgument, TdxError
 
-__all__ = ["Comm", "announced_size", "close_comm", "open_comm"]
+__all__ = [
+    "Comm",
+    "announced_size",
+    "close_comm",
+    "mpi_name",
+    "mpi_takes_gpu_memory",
+    "open_comm",
+]
 
 _OPEN_MPI = "Open MPI's mpirun"
 # Launchers that put the size of the world into the environment of each rank, innermost first:
@@ -25,6 +33,12 @@ _LAUNCHERS = (
 )
 # Launchers that announce themselves, but not how many ranks they start.
 _SILENT_LAUNCHERS = (("PMIX_RANK", "a PMIx launcher"), ("PMI_RANK", "a PMI launcher"))
+# How an MPI tells that it takes addresses of a GPU: MPI 4.1's name of the memory, and functions
+# of Open MPI, MPICH and those that derive from them, which return 0 or 1.
+_GPU_MEMORY = {
+    "cuda": ("cuda", ("MPIX_Query_cuda_support",)),
+    "hip": ("rocm", ("MPIX_Query_hip_support", "MPIX_Query_rocm_support")),
+}
 
 
 @runtime_checkable
@@ -173,6 +187,33 @@ def announced_size() -> tuple[int, str] | None:
     return None
 
 
+def mpi_takes_gpu_memory(backend: str) -> bool | None:
+    """Whether this process's MPI takes addresses in memory of a "cuda" or "hip" GPU.
+
+    None: it does not tell, or mpi4py is not loaded or MPI does not run.
+    """
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return None
+    memory, functions = _GPU_MEMORY[backend]
+    info = module.COMM_WORLD.Get_info()
+    try:
+        kinds = (info.Get("mpi_memory_alloc_kinds") or "").split(",")
+    finally:
+        info.Free()
+    if memory in (kind.partition(":")[0] for kind in kinds):
+        return True
+    library = ctypes.CDLL(module.__file__)  # the functions are found in what it is linked with
+    answers = [getattr(library, name)() for name in functions if hasattr(library, name)]
+    return any(answers) if answers else None
+
+
+def mpi_name() -> str:
+    """What the MPI of this process calls itself, for messages."""
+    module = sys.modules.get("mpi4py.MPI")
+    return "MPI (mpi4py is not loaded)" if module is None else _library_of(module)
+
+
 def _default_comm() -> Comm:
     announced = announced_size()
     if announced is None:
@@ -222,13 +263,16 @@ def _import_mpi(size: int, launcher: str) -> Any:
 
 
 def _other_mpi(module: Any, size: int, launcher: str) -> InvalidArgument:
-    first = module.Get_library_version().strip("\0\n ").splitlines()[0]
-    library = " ".join(first.partition(",")[0].split())
     return InvalidArgument(
-        f"{launcher} started {size} ranks, but mpi4py uses another MPI, {library}, for which each "
-        f"of them is alone. Start with `tdx run -n {size} ...`, which finds the launcher that "
-        "matches, or with the mpirun that belongs to that library"
+        f"{launcher} started {size} ranks, but mpi4py uses another MPI, {_library_of(module)}, "
+        f"for which each of them is alone. Start with `tdx run -n {size} ...`, which finds the "
+        "launcher that matches, or with the mpirun that belongs to that library"
     )
+
+
+def _library_of(module: Any) -> str:
+    first = module.Get_library_version().strip("\0\n ").splitlines()[0]
+    return " ".join(first.partition(",")[0].split())
 
 
 def _is_mpich(module: Any) -> bool:

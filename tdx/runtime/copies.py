@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tdx.runtime import dlpack
+from tdx.runtime.config import config
 from tdx.runtime.errors import Unsupported
-from tdx.runtime.stream import order
+from tdx.runtime.stream import DEFAULT_STREAM, order
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
@@ -30,13 +32,23 @@ class Copies:
         self._world = world
         self._driver = world.driver
 
+    def stream_for(self, block: Block) -> int:
+        """Where a copy into the block is queued."""
+        if self._world.recording is not None:
+            return self._driver.current_stream()  # another one would not be recorded
+        return block.stream or self._world.stream.handle
+
+    def source(self, producer: Any, stream: int) -> Imported:
+        """Memory of a NumPy array or DLPack producer, ready for a copy on `stream`."""
+        # a stream that is recorded cannot wait for what runs now
+        return dlpack.import_array(producer, None if self._world.recording else stream)
+
     def copy(self, target: Array, source: Array | Imported) -> None:
         """Copy equal shapes and dtypes; `target` is not empty."""
         block = target._block
-        stream = block.stream or self._world.stream.handle
+        stream = self.stream_for(block)
         recording = self._world.recording
         if recording is not None:
-            stream = self._driver.current_stream()  # another one would not be recorded
             recording.keep(target, source)
             recording.before_replay(block.enter)
             if not isinstance(source, dlpack.Imported):
@@ -97,14 +109,30 @@ class Copies:
         """Order a consumer after the block's pending work.
 
         A consumer in host memory gets finished data, whatever it asked for. On a GPU None means
-        the legacy default stream and -1 that the consumer wants no ordering.
+        the legacy default stream and -1 that the consumer wants no ordering: in debug mode a
+        warning says so if there is something to order.
         """
         if self._driver.info.dlpack_type == dlpack.CPU:
             with self._world.surfacing():
                 block.wait()
             self._world.check()
-        elif stream != -1 and block.stream:
-            order(self._driver, block.stream, 0 if stream is None else int(stream))
+        elif stream == -1:
+            if config.debug and self._is_pending(block):
+                warnings.warn(
+                    f"{block.name} is exported with stream=-1, as mpi4py does, while work on it is "
+                    "pending: the consumer may see what was there before. "
+                    "`with world.mpi(x):` waits for the work",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        elif block.stream:
+            order(self._driver, block.stream, DEFAULT_STREAM if stream is None else int(stream))
+
+    def _is_pending(self, block: Block) -> bool:
+        stream = block.stream
+        if not stream or self._driver.capturing(stream):  # what is recorded does not run now
+            return False
+        return not self._driver.stream_query(stream)
 
 
 def _pieces(

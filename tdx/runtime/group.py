@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tdx import abi
-from tdx.runtime.errors import InvalidArgument
+from tdx.runtime.errors import InvalidArgument, TdxError, Unsupported
 from tdx.runtime.signals import Handle
 from tdx.runtime.triton_driver import constexpr
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["Group", "Team", "check_rank", "make_handle"]
+__all__ = ["Group", "Team", "agree_on_team", "check_rank", "make_handle"]
 
 
 def make_handle(world: World, rank: int, size: int, index: int) -> Handle:
@@ -34,6 +35,27 @@ def check_rank(rank: int, size: int, what: str) -> int:
     if not 0 <= rank < size:
         raise InvalidArgument(f"{what} {rank} is outside 0..{size - 1}")
     return int(rank)
+
+
+def agree_on_team(world: World, ranks: Any, teams: int) -> tuple[int, ...]:
+    """The checked world ranks of a new team, where there are `teams` with the world. Collective.
+
+    Raises InvalidArgument, Unsupported; CollectiveMismatch if ranks give different ones.
+    """
+    members: tuple[int, ...] = ()
+    refused: TdxError | None = None
+    try:
+        if not isinstance(ranks, Iterable):
+            raise InvalidArgument(f"a team is given by its world ranks, got {ranks!r}")
+        members = tuple(check_rank(rank, world.size, "team rank") for rank in ranks)
+        if not members or len(set(members)) != len(members):
+            raise InvalidArgument(f"a team needs one or more different ranks, got {members}")
+        if teams > abi.MAX_TEAMS:
+            raise Unsupported(f"a world has at most {abi.MAX_TEAMS} teams")
+    except TdxError as error:
+        refused = error
+    world.channels.agree(f"team({list(members)})", refused)
+    return members
 
 
 class Group:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tdx.runtime.mappings import mappings
 from tdx.runtime.mpi_files import files_of, remove
 
 __all__ = ["leave_out_if_damaged", "skip_mpi_finalize", "watch_at_exit"]
@@ -71,9 +72,9 @@ def _replace(library: str) -> bool:
         return False
     if add(harmless):
         return False
-    maps = _mappings()
-    end = next(high for low, high, _, _ in maps if low <= start < high)
-    code = [(low, high) for low, high, rights, file in maps if "x" in rights and file == library]
+    maps = mappings()
+    end = next(m.end for m in maps if m.start <= start < m.end)
+    code = [(m.start, m.end) for m in maps if "x" in m.rights and m.file == library]
     words = np.ctypeslib.as_array((ctypes.c_uint64 * ((end - start) // 8)).from_address(start))
     found = False
     for last in np.flatnonzero(words == harmless).tolist():
@@ -83,15 +84,4 @@ def _replace(library: str) -> bool:
             if any(low <= int(words[at]) < high for low, high in code):
                 words[at] = harmless
                 found = True
-    return found
-
-
-def _mappings() -> list[tuple[int, int, str, str]]:
-    """(start, end, rights, file) of the mappings of this process."""
-    found = []
-    with open("/proc/self/maps") as file:
-        for line in file:
-            span, rights, _, _, _, *path = line.split(maxsplit=5)
-            low, high = (int(text, 16) for text in span.split("-"))
-            found.append((low, high, rights, path[0].rstrip("\n") if path else ""))
     return found

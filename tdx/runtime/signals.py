@@ -15,14 +15,14 @@ import numpy as np
 from tdx import abi
 from tdx.runtime.block import SymmetricBlock
 from tdx.runtime.board import CallBoard, Entry
-from tdx.runtime.errors import InvalidArgument
+from tdx.runtime.errors import InvalidArgument, TdxError
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
     from tdx.runtime.faults import Pointer
     from tdx.runtime.world import Group, World
 
-__all__ = ["Channel", "Handle", "Site", "Sites", "Usage", "check_blocks", "make_channel"]
+__all__ = ["Channel", "Handle", "Site", "Sites", "Usage", "agreed_channel", "make_channel"]
 
 _MAX_BLOCKS = 1 << 16
 
@@ -112,7 +112,7 @@ class Sites:
         return Site("kernel", "word of the heap"), offset // 4
 
 
-def check_blocks(blocks: int) -> None:
+def _check_blocks(blocks: int) -> None:
     """Raise InvalidArgument for what cannot be a channel's number of blocks."""
     whole = isinstance(blocks, (int, np.integer)) and not isinstance(blocks, bool)
     if not whole or not 1 <= blocks <= _MAX_BLOCKS:
@@ -124,8 +124,21 @@ def make_channel(world: World, group: Group, blocks: int, site: Site) -> Channel
 
     The caller must have all ranks of the group meet before a peer's first use.
     """
-    check_blocks(blocks)
+    _check_blocks(blocks)
     words = abi.channel_words(int(blocks), group.size)
     array = world.allocate_runtime(group, (words,), np.dtype(np.int32), site)
     assert isinstance(array._block, SymmetricBlock)
     return Channel(array, world.faults.control, abi.pack_channel(int(blocks)))
+
+
+def agreed_channel(world: World, group: Group, blocks: int) -> Channel:
+    """A channel of the user's, once all ranks of the group ask for the same. See World.channel."""
+    refused: TdxError | None = None
+    try:
+        _check_blocks(blocks)
+    except TdxError as error:
+        refused = error
+    world.channels.agree(f"channel(blocks={blocks})", refused, members=group.ranks)
+    result = make_channel(world, group, blocks, Site("kernel", f"channel({blocks})"))
+    world.meet("channel", group)
+    return result

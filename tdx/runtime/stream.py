@@ -11,7 +11,9 @@ from tdx.runtime.errors import Closed, InvalidArgument
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
 
-__all__ = ["Event", "Stream", "Streams", "order", "stream_handle"]
+__all__ = ["DEFAULT_STREAM", "Event", "Stream", "Streams", "order", "stream_handle"]
+
+DEFAULT_STREAM = 1  # CUDA's other name for its stream 0, which stands for no stream here
 
 
 class Event:
@@ -129,20 +131,23 @@ def order(driver: Driver, before: int, after: int) -> None:
 
 
 def stream_handle(stream: Any) -> int:
-    """The driver's handle of a Stream, an int, `__cuda_stream__`, a CuPy or a torch stream."""
+    """The driver's handle of a Stream, an int, `__cuda_stream__`, a CuPy or a torch stream.
+
+    Never 0.
+    """
     if isinstance(stream, Stream):
         stream._check()
         return stream.handle
     if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
+        return stream or DEFAULT_STREAM
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         # a method by the protocol; some libraries have it as an attribute
-        return int((protocol() if callable(protocol) else protocol)[1])
+        return int((protocol() if callable(protocol) else protocol)[1]) or DEFAULT_STREAM
     for name in ("cuda_stream", "ptr"):  # torch, CuPy
         value = getattr(stream, name, None)
         if isinstance(value, int):
-            return value
+            return value or DEFAULT_STREAM
     raise InvalidArgument(
         f"stream={stream!r} is not a stream; pass a tdx, CuPy or PyTorch stream, an int handle, "
         "or an object with __cuda_stream__"

@@ -1,11 +1,15 @@
 """The window: one reserved address range in which every rank's heap is mapped.
 
 Byte b of rank r's heap is at `base + r * stride + b` in every process, so a peer's copy of
-anything is one addition away. The range of a rank is divided into two regions, each with its
-own allocator and grown on its own: `runtime` for workspaces and channels, `user` for arrays.
+anything is one addition away. The range of a rank is divided into regions, each with its own
+allocator and grown on its own: `runtime` for workspaces and channels, `user` for arrays.
 Growing maps another piece of physical memory at the same offset on all ranks, collectively;
 base and stride never change. Teams have runtime regions of their own, mapped by their members
-only: what a team allocates must not move what others allocate.
+only: what a team allocates must not move what others allocate. Memory that others have allocated
+is mapped in a part of its own (registration.py).
+
+Of a rank's addresses the world's runtime region has the first eighth, registered memory the
+second, teams the second quarter, and the user region the second half.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import functools
 import gc
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tdx import abi
@@ -74,22 +78,67 @@ class Window:
 
         A failure on any of them raises on all of them and leaves nothing mapped.
         """
-        driver, channel = self.driver, self.channel
-        with channel.busy(what), Undo() as undo:
+        with self.channel.busy(what):
+            create = functools.partial(self.driver.mem_create, nbytes)
+            self._share(create, dict.fromkeys(ranks, (offset, nbytes)), what, ranks)
 
-            def create() -> int:
-                handle = driver.mem_create(nbytes)
+    def map_found(
+        self, offset: int, pieces: Sequence[int], sizes: Sequence[Sequence[int]], what: str
+    ) -> None:
+        """Put memory that others have allocated behind `offset` of the heaps. Collective, as map.
+
+        `pieces` are addresses in this rank's pieces of it, `sizes` the bytes of those of each
+        rank; they come to lie behind one another. Raises Unsupported too: see Driver.mem_retain.
+        """
+        at = [offset] * self.size
+        with self.channel.busy(what), Undo() as undo:
+            for number in range(max(map(len, sizes))):
+                places = {}
+                for rank, (start, own) in enumerate(zip(at, sizes, strict=True)):
+                    if number < len(own):
+                        places[rank] = start, own[number]
+                        at[rank] += own[number]
+                has_one = number < len(pieces)
+                take = (
+                    functools.partial(self.driver.mem_retain, pieces[number]) if has_one else None
+                )
+                self._share(take, places, what, range(self.size))
+                undo.add(self.unmap, offset, max(at) - offset)
+            undo.commit()
+
+    def _share(
+        self,
+        take: Callable[[], int] | None,
+        places: Mapping[int, tuple[int, int]],
+        what: str,
+        ranks: Sequence[int],
+    ) -> None:
+        """Map a piece of memory of each rank in `places` on all of `ranks`, or on none.
+
+        `take` gets the handle of this rank's piece, None where it has none; `places` says at
+        which offset a rank's goes, and its bytes.
+        """
+        driver, channel = self.driver, self.channel
+        with Undo() as undo:
+
+            def export() -> int | None:
+                if take is None:
+                    return None
+                handle = take()
                 undo.add(driver.mem_release, handle)
                 fd = driver.mem_export(handle)
                 undo.add(os.close, fd)
                 return fd
 
-            fd = channel.together(create, what, ranks)
+            fd = channel.together(export, what, ranks)
             fds = channel.exchange_fds(fd, what, ranks)
 
             def map_all() -> None:
                 for peer, theirs in zip(ranks, fds, strict=True):
+                    if peer not in places:
+                        continue
                     assert theirs is not None
+                    offset, nbytes = places[peer]
                     handle = driver.mem_import(theirs, nbytes)
                     try:
                         address = self.address(peer, offset)
@@ -105,7 +154,14 @@ class Window:
                     if theirs is not None:
                         os.close(theirs)
             undo.forget(driver.mem_unmap)
-            self._mappings += [(self.address(peer, offset), nbytes) for peer in ranks]
+            self._mappings += [(self.address(r, at), nbytes) for r, (at, nbytes) in places.items()]
+
+    def unmap(self, offset: int, nbytes: int) -> None:
+        """Take away what is mapped behind [offset, offset + nbytes) of all heaps."""
+        for address, size in list(self._mappings):
+            if offset <= (address - self.base) % self.stride < offset + nbytes:
+                self._mappings.remove((address, size))
+                self.driver.mem_unmap(address, size)
 
     def unmap_peers(self) -> None:
         """Keep this rank's own memory only."""
@@ -258,11 +314,10 @@ class RuntimeRegions:
         """The group's region, made on first use by all its ranks."""
         region = self._regions.get(group.index)
         if region is None:
-            # the world has the first quarter of a rank's addresses, teams share the second
             quarter = self._window.stride // 4
             share = quarter // (abi.MAX_TEAMS + 1)
             start = quarter + group.index * share if group.index else 0
-            limit = min(self._limit, share if group.index else quarter) // 256 * 256
+            limit = min(self._limit, share if group.index else quarter // 2) // 256 * 256
             region = Region(
                 self._window, "runtime", start, _FIRST_RUNTIME_BYTES, limit, group.ranks
             )

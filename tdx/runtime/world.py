@@ -6,23 +6,24 @@ import contextlib
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tdx import abi
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.array import Array, check_shape
 from tdx.runtime.block import Exports, LocalBlock, SymmetricBlock
 from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies
-from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError, Unsupported
+from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
 from tdx.runtime.faults import Faults
-from tdx.runtime.group import Group, Team, check_rank, make_handle
+from tdx.runtime.group import Group, Team, agree_on_team, make_handle
+from tdx.runtime.mpi_access import mpi_access
 from tdx.runtime.recovery import recover
-from tdx.runtime.signals import Channel, Site, Sites, Usage, check_blocks, make_channel
+from tdx.runtime.registration import Registry
+from tdx.runtime.signals import Channel, Site, Sites, Usage, agreed_channel
 from tdx.runtime.stream import Stream, Streams, stream_handle
 from tdx.runtime.undo import Undo
 from tdx.runtime.window import Region, RuntimeRegions, Window
@@ -101,6 +102,8 @@ class World(Group):
         start = self.window.stride // 2
         first = min(_FIRST_USER_BYTES, limit)
         self.user_region = Region(self.window, "user", start, first, limit, self.ranks)
+        self._registry = Registry(self)
+        undo.add(self._registry.close)
         self.stream = self.new_stream()
         driver.set_current_stream(self.stream.handle)
         self.faults = Faults(self, timeout_s)
@@ -163,9 +166,11 @@ class World(Group):
             return self.empty(source.shape, source.dtype, symmetric, name).copy_from(source)
         if not hasattr(source, "__dlpack__"):
             source = np.asarray(source)
-        memory = dlpack.import_array(source)
+        stream = self.driver.current_stream()
+        memory = self.copies.source(source, stream)
         array = self.empty(memory.shape, memory.dtype, symmetric, name)
         if array.size:
+            array._block.enter(stream)
             self.copies.copy(array, memory)
         return array
 
@@ -202,11 +207,20 @@ class World(Group):
             self.driver.fill(array._address, 0, array.nbytes, stream)
 
     def register(self, array: Any) -> Array:
-        """A foreign device allocation as a symmetric array. Not offered yet: Unsupported."""
-        raise Unsupported(
-            "world.register: foreign allocations cannot become symmetric yet; copy the data into "
-            "a symmetric array with world.array(x)"
-        )
+        """Memory of somebody else as a symmetric array: contiguous, writable. Collective.
+
+        Every rank gives an array of the same shape and dtype: on a GPU any DLPack producer over
+        memory of cuMemCreate, on the host tier a NumPy array over a file that is mapped shared;
+        the error says which allocators give such. The result is the same memory at another
+        address (use one of the two in a kernel) and keeps `array` alive. Its producer's pending
+        work comes first; later work on `array` is the caller's to order. `x.free()`, which is
+        collective here, gives the memory back to its owner, as does dropping it on all ranks,
+        at the next call.
+
+        Raises Unsupported (memory that cannot be exported, or lies differently in the ranks'
+        allocations) on every rank, CollectiveMismatch, InvalidArgument, HeapExhausted, Closed.
+        """
+        return self._registry.register(array)
 
     # ---- groups, signals, streams
     def team(self, ranks: Sequence[int]) -> Team | None:
@@ -215,19 +229,7 @@ class World(Group):
         Members get the team, others None. Raises InvalidArgument, CollectiveMismatch.
         """
         self.check()
-        members: tuple[int, ...] = ()
-        refused: TdxError | None = None
-        try:
-            if not isinstance(ranks, Iterable):
-                raise InvalidArgument(f"a team is given by its world ranks, got {ranks!r}")
-            members = tuple(check_rank(rank, self.size, "team rank") for rank in ranks)
-            if not members or len(set(members)) != len(members):
-                raise InvalidArgument(f"a team needs one or more different ranks, got {members}")
-            if len(self._teams) > abi.MAX_TEAMS:
-                raise Unsupported(f"a world has at most {abi.MAX_TEAMS} teams")
-        except TdxError as error:
-            refused = error
-        self.channels.agree(f"team({list(members)})", refused)
+        members = agree_on_team(self, ranks, len(self._teams))
         index = len(self._teams)
         self._teams[index] = members
         self.faults.set_table(index, members)
@@ -252,16 +254,7 @@ class World(Group):
         CollectiveMismatch.
         """
         self.check()
-        group = self.group(team)
-        refused: TdxError | None = None
-        try:
-            check_blocks(blocks)
-        except TdxError as error:
-            refused = error
-        self.channels.agree(f"channel(blocks={blocks})", refused, members=group.ranks)
-        result = make_channel(self, group, blocks, Site("kernel", f"channel({blocks})"))
-        self.meet("channel", group)
-        return result
+        return agreed_channel(self, self.group(team), blocks)
 
     def meet(self, what: str, group: Group | None = None) -> None:
         """Wait for this rank's device, then for all ranks of the group."""
@@ -298,6 +291,25 @@ class World(Group):
         self.check()
         self.synchronize()
         self.channels.barrier("barrier")
+
+    def mpi(
+        self, *arrays: Array, gpu_aware: bool | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Hand arrays to MPI: `with world.mpi(x): comm.Send(x, dest=1)`.
+
+        When the block begins, this rank's pending work on the arrays is done; only their streams
+        are waited for. Work that is queued after the block comes after what MPI did in it:
+        requests of nonblocking calls must be completed inside. Yields the array, or a tuple of
+        several. Works for any library of the host that takes DLPack or
+        `__cuda_array_interface__`. What peers do to the arrays is not waited for.
+
+        gpu_aware : bool, optional
+            On GPUs: whether MPI takes their memory. None: as MPI itself says.
+
+        Raises InvalidArgument (no array of this rank and world, inside of a graph), Unsupported
+        (an MPI that does not take GPU memory, or does not say so), a pending fault, Closed.
+        """
+        return mpi_access(self, arrays, gpu_aware)
 
     def synchronize(self) -> None:
         """Wait for all streams of this rank's device. Raises a pending fault, DriverError."""

@@ -160,6 +160,15 @@ def _ranks(found: dict[str, Any]) -> Iterator[Capability]:
         detail=done if runs else job.get("problem", "none was started: there is no backend"),
         remedy="" if runs else "see the message; --json has the whole output",
     )
+    if runs and found["backend"]["init() chooses"] != "host":
+        takes = job["mpi_takes_gpu_memory"]
+        says = {True: "MPI says that it takes it", False: "MPI says that it does not take it"}
+        yield Capability(
+            "MPI calls on GPU memory",
+            bool(takes),
+            detail=says.get(takes, "MPI does not say whether it takes it"),
+            remedy="" if takes else "send x.numpy(), or use an MPI built for GPUs; see world.mpi",
+        )
 
 
 def _limits(found: dict[str, Any]) -> Iterator[Capability]:
@@ -205,9 +214,3 @@ def _not_offered(found: dict[str, Any]) -> Iterator[Capability]:
     yield Capability("AMD GPUs", False, detail=f"{there}the HIP driver is not there yet")
     yield Capability("several hosts", False, detail="tdx connects the ranks of one host for now")
     yield Capability("NVLink multicast", False, detail="tdx does not use it yet")
-    yield Capability(
-        "foreign memory made symmetric",
-        False,
-        detail="world.register is not there yet",
-        remedy="world.array(x) copies it into a symmetric array",
-    )

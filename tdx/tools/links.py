@@ -6,8 +6,9 @@ One pair of ranks after the other, so that no link is shared, all through tdx it
   bytes) from events around the puts. The peer then compares every byte.
 - latency: two ranks answer each other's signal from within a kernel; microseconds one way.
 
-Then one all-reduce, checked. Rank 0 writes {"devices": [...], "bandwidth": rows, "latency": rows}
-to FILE as JSON; row i, column j is from rank i to rank j, and None on the diagonal.
+Then one all-reduce, checked. Rank 0 writes {"devices": [...], "bandwidth": rows, "latency": rows,
+"mpi_takes_gpu_memory": ...} to FILE as JSON; row i, column j is from rank i to rank j, and None on
+the diagonal. What MPI says of GPU memory is None on the host tier, and where it does not say.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 import tdx
 from tdx.bench.latency import ping_pong_kernel
+from tdx.runtime.comm import mpi_takes_gpu_memory
 from tdx.runtime.errors import TdxError
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def measure(world: World) -> dict[str, Any]:
         "devices": [dict(zip(names, entry["device"], strict=True)) for entry in found],
         "bandwidth": [entry["bandwidth"] for entry in found],
         "latency": _symmetric([entry["latency"] for entry in found]),
+        "mpi_takes_gpu_memory": mpi_takes_gpu_memory(world.backend) if kind == "gpu" else None,
     }
 
 

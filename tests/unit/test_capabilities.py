@@ -32,7 +32,7 @@ HEALTHY = {
         "compiler": "/usr/bin/gcc",
         "python_headers": True,
     },
-    "job": {"ranks": 2, "bandwidth": [], "latency": []},
+    "job": {"ranks": 2, "bandwidth": [], "latency": [], "mpi_takes_gpu_memory": True},
 }
 
 
@@ -96,7 +96,20 @@ def test_what_the_host_tier_does_not_need():
 
 def test_one_rank_needs_no_launcher():
     mpi = {"launcher": None, "problem": "no mpirun for it"}
-    assert failing(judged(mpi=mpi, job={"ranks": 1, "bandwidth": []})) == []
+    assert failing(judged(mpi=mpi, job=HEALTHY["job"] | {"ranks": 1})) == []
+
+
+def test_what_mpi_says_of_gpu_memory():
+    assert judged()["MPI calls on GPU memory"].available
+    for answer, said in ((False, "does not take"), (None, "does not say")):
+        capabilities = judged(job__mpi_takes_gpu_memory=answer)
+        one = capabilities["MPI calls on GPU memory"]
+        assert not one.available
+        assert said in one.detail
+        assert "world.mpi" in one.remedy
+        assert failing(capabilities) == []
+    host = HEALTHY["backend"] | {"init() chooses": "host"}
+    assert "MPI calls on GPU memory" not in judged(backend=host)
 
 
 def test_gpus_apart_are_named():

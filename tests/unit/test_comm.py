@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
 from tdx.runtime import comm as comm_module
 from tdx.runtime.comm import announced_size, close_comm, open_comm
 from tdx.runtime.errors import InvalidArgument
+from tests.helpers.cases import skip
 from tests.helpers.fake_comm import LAUNCHER_PREFIXES, results_of, run_python, run_threads
 
 
@@ -218,6 +223,62 @@ def test_mpi_not_initialized():
     )
     done = run_python(code, PMI_SIZE="2")
     assert "MPI is not initialized" in done.stderr
+
+
+class Module:
+    """What is asked of mpi4py.MPI, of a library that has MPIX functions or not."""
+
+    def __init__(self, kinds, library):
+        self.kinds, self.__file__, self.COMM_WORLD = kinds, str(library), self
+
+    def Is_initialized(self):
+        return True
+
+    def Is_finalized(self):
+        return False
+
+    def Get_library_version(self):
+        return "Some MPI"
+
+    def Get_info(self):
+        return self
+
+    def Get(self, key):
+        assert key == "mpi_memory_alloc_kinds"
+        return self.kinds
+
+    def Free(self):
+        pass
+
+
+def test_what_mpi_says_of_gpu_memory(monkeypatch, tmp_path):
+    """By MPI 4.1's info, by functions of the library, or not at all."""
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    assert comm_module.mpi_takes_gpu_memory("cuda") is None
+    libraries = {"": ctypes.util.find_library("m")}
+    for answer in "01":
+        source = tmp_path / f"mpi{answer}.c"
+        source.write_text(
+            f"int MPIX_Query_cuda_support(void) {{ return {answer}; }}"
+            f"int MPIX_Query_rocm_support(void) {{ return {answer}; }}"
+        )
+        libraries[answer] = source.with_suffix(".so")
+        compiler = shutil.which("cc") or shutil.which("gcc") or skip("no C compiler")
+        subprocess.run([compiler, "-shared", "-o", libraries[answer], source], check=True)
+    for kinds, library, backend, expected in [
+        (None, "", "cuda", None),
+        ("mpi,system", "", "cuda", None),
+        ("mpi,system,cuda:device:host", "", "cuda", True),
+        ("mpi,system,cuda", "", "hip", None),
+        ("mpi,rocm", "0", "hip", True),
+        (None, "0", "cuda", False),
+        ("mpi", "1", "cuda", True),
+        ("mpi", "1", "hip", True),
+        ("mpi", "0", "hip", False),
+    ]:
+        monkeypatch.setitem(sys.modules, "mpi4py.MPI", Module(kinds, libraries[library]))
+        assert comm_module.mpi_takes_gpu_memory(backend) is expected, (kinds, library, backend)
+    assert comm_module.mpi_name() == "Some MPI"
 
 
 def test_all_is_complete():

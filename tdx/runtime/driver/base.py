@@ -99,6 +99,16 @@ class Driver(Protocol):
     def mem_unmap(self, address: int, nbytes: int) -> None:
         """Undo mem_map; the reservation stays."""
 
+    def mem_find(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        """(start, bytes) of the pieces of memory that somebody has mapped behind a range.
+
+        They lie behind one another; the first may begin before the range and the last end after
+        it. Unsupported for memory that cannot be exported: says which can.
+        """
+
+    def mem_retain(self, address: int) -> int:
+        """A handle of the piece at `address`, as mem_create gives one; otherwise as mem_find."""
+
     # ---- local memory and copies
     def alloc(self, nbytes: int, stream: int) -> int:
         """Local device memory, 256-byte aligned, usable in stream order."""

@@ -14,6 +14,7 @@ from tdx.runtime.driver.cuda_device import NO_CONTEXT, call, cu
 from tdx.runtime.driver.cuda_kernel import BoundKernel
 from tdx.runtime.driver.cuda_memory import CudaMemory
 from tdx.runtime.errors import InvalidArgument, TdxError
+from tdx.runtime.stream import DEFAULT_STREAM
 
 __all__ = ["CudaDriver"]
 
@@ -223,7 +224,7 @@ class CudaDriver(CudaMemory):
         plain = stream == self._default_stream
         torch = sys.modules.get("torch") if plain else None
         if torch is not None and self._recording != stream and torch.cuda.is_initialized():
-            return int(torch._C._cuda_getCurrentRawStream(self.info.index))
+            return int(torch._C._cuda_getCurrentRawStream(self.info.index)) or DEFAULT_STREAM
         return stream
 
     def bind(

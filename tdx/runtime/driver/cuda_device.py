@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tdx.runtime.driver.base import DeviceInfo
+from tdx.runtime.driver.neighbours import memory_remedies
 from tdx.runtime.errors import DriverError, HeapExhausted, TdxError
 from tdx.runtime.undo import Undo
 
@@ -78,8 +79,7 @@ def _failure(what: str, code: Any) -> TdxError:
     name = found[1].decode() if not int(found[0]) and found[1] else f"error {int(code)}"
     if int(code) == _OUT_OF_MEMORY:
         return HeapExhausted(
-            f"{what}: out of device memory ({name}); free arrays, or keep other users of the GPU "
-            "from taking all of it (XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX)"
+            f"{what}: out of device memory ({name}); free arrays. {memory_remedies()}"
         )
     hint = _HINTS.get(name)
     return DriverError(f"{what}: {name}" + (f"; {hint}" if hint else ""))

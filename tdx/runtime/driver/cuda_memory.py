@@ -5,17 +5,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from tdx import abi
 from tdx.runtime.driver.cuda_device import CudaDevice, call, cu
 from tdx.runtime.driver.cuda_staging import LARGE, Staging
-from tdx.runtime.errors import HeapExhausted, InvalidArgument, TdxError
+from tdx.runtime.driver.neighbours import memory_remedies
+from tdx.runtime.errors import HeapExhausted, InvalidArgument, TdxError, Unsupported
 
 __all__ = ["CudaMemory"]
 
 _FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _DEVICE = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
 _PINNED = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+_DEVICE_KIND, _FD_KIND = int(_DEVICE), int(_FD)
+# what the driver answers for addresses that it does not know, or that cuMemCreate is not behind
+_NOT_MAPPED = (1, 500, 800, 801)  # invalid value, not found, not permitted, not supported
+_EXPORTABLE = (
+    "a GPU can share memory of cuMemCreate with POSIX file descriptors. PyTorch allocates such "
+    "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, set before its first allocation; CuPy "
+    "with such an allocator in cupy.cuda.set_allocator; ncclMemAlloc gives it. Not so cudaMalloc "
+    "and cudaMallocAsync, and what JAX allocates by default: copy that, world.array(x)"
+)
 _UNIT = 512  # bytes: sizes are rounded up, so that freed memory fits the next allocation
 _SPARE_BYTES = 64 << 20  # freed memory that is kept at hand
 _KEEP_ALL = 2**63  # bytes a pool keeps for its next allocations
@@ -99,8 +111,7 @@ class CudaMemory(CudaDevice):
             free, total = self._call("asking for free memory", cu.cuMemGetInfo)
             raise HeapExhausted(
                 f"heap: {nbytes} bytes of device memory cannot be had, {free} of {total} are "
-                "free; pass a smaller heap_bytes= to tdx.init, or keep other users of the GPU "
-                "from taking all of it (XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX)"
+                f"free; pass a smaller heap_bytes= to tdx.init. {memory_remedies()}"
             ) from error
 
     def mem_export(self, handle: int) -> int:
@@ -148,6 +159,45 @@ class CudaMemory(CudaDevice):
     def mem_unmap(self, address: int, nbytes: int) -> None:
         if not self._forked():
             call("unmapping memory", cu.cuMemUnmap, address, nbytes)
+
+    def mem_find(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        pieces = []
+        at = address
+        while at < address + nbytes:
+            what = f"looking up the memory at {at:#x}"
+            start, size = self._foreign(what, cu.cuMemGetAddressRange, at)
+            pieces.append((int(start), int(size)))
+            at = int(start) + int(size)
+        self.mem_release(self.mem_retain(address))
+        return pieces
+
+    def mem_retain(self, address: int) -> int:
+        what = f"exporting the memory at {address:#x}"
+        handle = int(self._foreign(what, cu.cuMemRetainAllocationHandle, address))
+        try:
+            found = self._call(what, cu.cuMemGetAllocationPropertiesFromHandle, handle)
+            # as plain numbers: the binding has no name for a combination of kinds
+            numbers = (ctypes.c_int * 4).from_address(int(found.getPtr()))
+            _, kinds, place, device = numbers
+            if place != _DEVICE_KIND or device != self.info.index:
+                where = f"on GPU {device}" if place == _DEVICE_KIND else "not on a GPU"
+                raise Unsupported(
+                    f"{what}: it is {where}, and this rank's world on GPU {self.info.index}"
+                )
+            if not kinds & _FD_KIND:
+                raise Unsupported(f"{what}: it was allocated without descriptors; {_EXPORTABLE}")
+        except BaseException:
+            self.mem_release(handle)
+            raise
+        return handle
+
+    def _foreign(self, what: str, verb: Callable[[int], tuple[Any, ...]], address: int) -> Any:
+        """As `_call`; Unsupported where no exportable memory is mapped at the address."""
+        self.bind_thread()
+        result = verb(address)
+        if int(result[0]) in _NOT_MAPPED:
+            raise Unsupported(f"{what}: it cannot be exported; {_EXPORTABLE}")
+        return call(what, lambda: result)
 
     # ---- local memory
     def alloc(self, nbytes: int, stream: int) -> int:

@@ -13,6 +13,7 @@ typedef struct {
     int fd, references;
     size_t bytes;
     int own;  // allocated here, not imported: counts as device memory
+    CUmemAllocationProp property;
 } Physical;
 
 typedef struct {
@@ -98,14 +99,61 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
                      const CUmemAllocationProp *property, unsigned long long flags) {
     ENTER("cuMemCreate");
     if (!bytes || bytes % GRANULARITY) DONE(CUDA_ERROR_INVALID_VALUE);
-    if (!(property->requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
-        DONE(CUDA_ERROR_NOT_SUPPORTED);
     if (used + (long)bytes > fakecuda_memory) DONE(CUDA_ERROR_OUT_OF_MEMORY);
     int fd = memfd_create("fakecuda", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, bytes)) DONE(CUDA_ERROR_OPERATING_SYSTEM);
     used += bytes;
-    *handle = (uintptr_t)new_handle(fd, bytes, 1);
+    Handle *made = new_handle(fd, bytes, 1);
+    made->physical->property = *property;
+    *handle = (uintptr_t)made;
     DONE(CUDA_SUCCESS);
+}
+
+static Range *mapping_of(uintptr_t address) {
+    for (Object *object = object_first(MAPPING); object; object = object->next) {
+        Range *range = (Range *)object;
+        if (address >= range->start && address - range->start < range->bytes) return range;
+    }
+    return NULL;
+}
+
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address) {
+    ENTER_CONTEXT("cuMemRetainAllocationHandle");
+    Range *range = mapping_of((uintptr_t)address);
+    if (!range) DONE(CUDA_ERROR_INVALID_VALUE);  // also memory of a pool
+    Handle *made = object_new(HANDLE, sizeof(Handle));
+    made->physical = range->physical;
+    made->physical->references++;
+    *handle = (uintptr_t)made;
+    DONE(CUDA_SUCCESS);
+}
+
+CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *property,
+                                                CUmemGenericAllocationHandle handle) {
+    ENTER("cuMemGetAllocationPropertiesFromHandle");
+    Handle *known = object_find(HANDLE, (void *)handle);
+    if (!known) DONE(CUDA_ERROR_INVALID_VALUE);
+    *property = known->physical->property;
+    DONE(CUDA_SUCCESS);
+}
+
+CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *bytes, CUdeviceptr address) {
+    ENTER_CONTEXT("cuMemGetAddressRange");
+    Range *range = mapping_of(address);
+    if (range) {
+        *start = range->start;
+        *bytes = range->bytes;
+        DONE(CUDA_SUCCESS);
+    }
+    for (Object *object = object_first(ALLOCATION); object; object = object->next) {
+        Allocation *allocation = (Allocation *)object;
+        uintptr_t memory = (uintptr_t)allocation->memory;
+        if (address < memory || address - memory >= allocation->bytes) continue;
+        *start = memory;
+        *bytes = allocation->bytes;
+        DONE(CUDA_SUCCESS);
+    }
+    DONE(CUDA_ERROR_NOT_FOUND);
 }
 
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
@@ -123,6 +171,7 @@ CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle ha
     Handle *known = object_find(HANDLE, (void *)handle);
     if (!known) DONE(CUDA_ERROR_INVALID_VALUE);
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) DONE(CUDA_ERROR_NOT_SUPPORTED);
+    if (!(known->physical->property.requestedHandleTypes & type)) DONE(CUDA_ERROR_INVALID_VALUE);
     int fd = fcntl(known->physical->fd, F_DUPFD_CLOEXEC, 3);
     if (fd < 0) DONE(CUDA_ERROR_OPERATING_SYSTEM);
     *(int *)out = fd;

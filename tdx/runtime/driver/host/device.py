@@ -115,7 +115,7 @@ class Device:
         self.timeout_s = 30.0
         self.running: Any = None  # the fibre that runs now, set by kernel.py
         self.random = random.Random(config.host_seed) if config.host_seed else None
-        self._handles = iter(range(1, 1 << 62))
+        self._handles = iter(range(16, 1 << 62))  # below are names of a GPU's default streams
         self._stopping = False
         self._abandoning = False
         self._thread: threading.Thread | None = None

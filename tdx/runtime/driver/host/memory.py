@@ -9,10 +9,12 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import resource
 
-from tdx.runtime.errors import DriverError, HeapExhausted
+from tdx.runtime.errors import DriverError, HeapExhausted, Unsupported
+from tdx.runtime.mappings import Mapping, mappings
 
 __all__ = ["HostMemory", "available_bytes"]
 
@@ -33,6 +35,11 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_SHAREABLE = (
+    "the host tier can share what is a file, mapped shared and writable: an array over "
+    "multiprocessing.shared_memory.SharedMemory, over mmap.mmap of an os.memfd_create, or a "
+    'numpy.memmap(mode="r+"). Everything else is copied: world.array(x)'
+)
 
 
 def available_bytes() -> int:
@@ -94,9 +101,38 @@ class HostMemory:
 
     def mem_import(self, fd: int, nbytes: int) -> int:
         size = os.fstat(fd).st_size
-        if size < nbytes:
+        if -(-size // mmap.PAGESIZE) * mmap.PAGESIZE < nbytes:
             raise DriverError(f"a peer exported {size} bytes where {nbytes} were agreed")
         return self._duplicate(fd)
+
+    def mem_find(self, address: int, nbytes: int) -> list[tuple[int, int]]:
+        end = address + nbytes
+        maps = [m for m in mappings() if m.start < end and address < m.end]
+        for m in maps:
+            if not (m.rights.startswith("rw") and m.rights.endswith("s") and m.inode):
+                kind = "private to this process" if m.rights.endswith("p") else "read-only"
+                raise Unsupported(f"the memory at {address:#x} is {kind}; {_SHAREABLE}")
+        # the whole file from its first byte on, mapped here or not: mem_map knows no offset
+        files = {(m.device, m.inode, m.start - m.offset) for m in maps}
+        if len(files) != 1:
+            raise Unsupported(f"{nbytes} bytes at {address:#x} are of several files; {_SHAREABLE}")
+        start = maps[0].start - maps[0].offset
+        return [(start, maps[-1].end - start)]
+
+    def mem_retain(self, address: int) -> int:
+        mapping = next(m for m in mappings() if m.start <= address < m.end)
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if _is_of(int(number), mapping):
+                    return self._duplicate(int(number))
+        try:
+            return os.open(mapping.file, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unsupported(
+                f"the memory at {address:#x} is the file {mapping.file}, of which this process "
+                f"has no open descriptor and which it cannot open again ({error.strerror}); "
+                f"{_SHAREABLE}"
+            ) from error
 
     @staticmethod
     def _duplicate(fd: int) -> int:
@@ -124,3 +160,10 @@ class HostMemory:
         # mapping PROT_NONE over it keeps the addresses reserved
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _mmap(address, nbytes, _PROT_NONE, flags, -1)
+
+
+def _is_of(fd: int, mapping: Mapping) -> bool:
+    """Whether a descriptor is the mapped file's, for reading and writing."""
+    status = os.fstat(fd)
+    writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    return writable and (status.st_dev, status.st_ino) == (mapping.device, mapping.inode)
