@@ -68,12 +68,7 @@ class Operand:
         self.owner = owner
         self.block = block
         self.writable = writable
-        expected = row_major(shape, 1)
-        self.contiguous = (
-            strides == expected
-            or 0 in shape
-            or all(n == 1 or s == e for n, s, e in zip(shape, strides, expected, strict=True))
-        )
+        self.contiguous = strides == row_major(shape, 1) or _no_gaps(shape, strides)
 
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the memory."""
@@ -84,15 +79,16 @@ class Operand:
 def operand(world: World, x: Any, what: str) -> Operand:
     """`x` (a tdx array of `world`, or foreign memory of the same device) as an operand."""
     if isinstance(x, Array):
-        if x.operand is not None and x.world is world and not x._block.freed:
-            return x.operand
+        known = x.operand
+        if known is not None and x.world is world and not known.block.freed:
+            return known
         if x.world is not world:
             raise InvalidArgument(f"{what} belongs to another world than the plan")
         if x.owner_rank != world.rank:
             raise InvalidArgument(f"{what} is a peer's array; pass the own one")
         x._block.check()
         block, size = x._block, x.itemsize
-        strides = tuple(s // size for s in x.strides)
+        strides = tuple([s // size for s in x.strides])
         # not the array: it would hold itself
         x.operand = Operand(x._address, x.dtype, x.shape, strides, block, block)
         return x.operand
@@ -125,6 +121,12 @@ def operand(world: World, x: Any, what: str) -> Operand:
         memory.address, memory.dtype, memory.shape, tuple(s // size for s in memory.strides),
         (x, memory), writable=not (memory.readonly or memory.copied),
     )  # fmt: skip
+
+
+def _no_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements lie in row-major order, though axes of one element have any stride."""
+    dims = zip(shape, strides, row_major(shape, 1), strict=True)
+    return 0 in shape or all(n == 1 or s == expected for n, s, expected in dims)
 
 
 def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: str) -> Operand:

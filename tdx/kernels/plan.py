@@ -63,6 +63,8 @@ class Plan:
         The ranks that take part.
     call : str
         What the ranks agreed on.
+    result : tuple
+        Shape and dtype of the result, where there is one.
     """
 
     operation = "plan"
@@ -70,6 +72,7 @@ class Plan:
     world: World
     group: Group
     call: str
+    result: tuple[tuple[int, ...], np.dtype]
 
     @contextlib.contextmanager
     def agreement(self, world: World, team: Group | None) -> Iterator[dict[str, Any]]:
@@ -161,7 +164,7 @@ class Plan:
         while frame.f_back is not None and frame.f_globals["__name__"].startswith("tdx."):
             frame = frame.f_back
         usage = self._usage
-        usage.code, usage.line = frame.f_code, frame.f_lineno
+        usage.code, usage.instruction = frame.f_code, frame.f_lasti
         if world.recording is not None:
             self._record(world.recording, operands)
             return handle
@@ -194,7 +197,7 @@ class Plan:
 
     def input(self, x: Any, shape: tuple[int, ...], dtype: np.dtype, what: str = "x") -> Operand:
         """Check an input against the plan: same shape and dtype, contiguous."""
-        op = operand(self.world, x, what)
+        op = x if type(x) is Operand else operand(self.world, x, what)
         if op.shape == shape and op.dtype is dtype and op.contiguous:
             return op
         return check_operand(op, shape, dtype, what)

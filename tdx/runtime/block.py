@@ -53,16 +53,19 @@ class Block:
     """Memory of `nbytes` bytes at `address`; `stream` is where it was last used, 0: nowhere."""
 
     symmetric = False
+    freed = False
+    _held = 0
 
-    def __init__(self, driver: Driver, exports: Exports, address: int, nbytes: int, name: str):
+    def __init__(
+        self, driver: Driver, exports: Exports, address: int, nbytes: int, name: str,
+        stream: int = 0,
+    ):  # fmt: skip
         self.driver = driver
         self.exports = exports
         self.address = address
         self.nbytes = nbytes
         self.name = name
-        self.freed = False
-        self._held = 0
-        self.last = [0]  # the stream, where also the finalizer sees it
+        self.last = [stream]  # where also the finalizer sees it
 
     @property
     def stream(self) -> int:
@@ -118,17 +121,19 @@ class Block:
 class LocalBlock(Block):
     """Memory of the own device only."""
 
+    address = 0  # for `__del__`, if there is no memory
+
     def __init__(self, driver: Driver, exports: Exports, nbytes: int, name: str, stream: int):
-        super().__init__(driver, exports, driver.alloc(max(1, nbytes), stream), nbytes, name)
-        self.stream = stream
+        address = driver.alloc(nbytes or 1, stream)
+        super().__init__(driver, exports, address, nbytes, name, stream)
 
     def free(self) -> None:
         super().free()
         self.driver.free(self.address, self.stream)
 
     def __del__(self) -> None:
-        # cheaper than weakref.finalize, which other blocks use; `freed` is missing if alloc failed
-        if not getattr(self, "freed", True) and not sys.is_finalizing():
+        # cheaper than weakref.finalize, which other blocks use
+        if self.address and not self.freed and not sys.is_finalizing():
             self.driver.free(self.address, self.stream)
 
 

@@ -141,9 +141,11 @@ class World(Group):
 
     def local(self, shape: tuple[int, ...], dtype: np.dtype, name: str) -> Array:
         """`empty` in local memory, of a shape and dtype that have been checked."""
-        size, stream = dtype.itemsize, self.driver.current_stream()
-        block = LocalBlock(self.driver, self.exports, math.prod(shape) * size, name, stream)
-        return Array(self, block, block.address, shape, dlpack.row_major(shape, size), dtype)
+        size, driver = dtype.itemsize, self.driver
+        nbytes = math.prod(shape) * size
+        block = LocalBlock(driver, self.exports, nbytes, name, driver.current_stream())
+        strides = dlpack.row_major(shape, size)
+        return Array(self, block, block.address, shape, strides, dtype, self.rank)
 
     def zeros(
         self, shape: Any, dtype: Any, symmetric: bool = True, name: str | None = None
@@ -310,7 +312,8 @@ class World(Group):
         """Raise a pending fault without waiting for anything; Closed after `close`."""
         if self.closed:
             self._check_open()
-        self.faults.check()
+        if self.faults.record[abi.RECORD_STATE]:
+            self.faults.check()
 
     def waiting_programs(self) -> list[str]:
         """On the host tier: which programs waited for what when the first wait gave up."""

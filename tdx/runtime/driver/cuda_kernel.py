@@ -44,13 +44,15 @@ class BoundKernel:
         self._filling = threading.Lock()  # until the driver has taken what was filled in
 
     def __call__(self, stream: int, *operands: Any) -> None:
-        with self._filling:
-            self._launch(self._fill(stream, operands))
-
-    def _launch(self, layout: _Layout) -> None:
-        code = cuLaunchKernelEx(*layout.launch)[0]
-        if code:
-            self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
+        filling = self._filling
+        filling.acquire()  # in half the time of `with`
+        try:
+            layout = self._fill(stream, operands)
+            code = cuLaunchKernelEx(*layout.launch)[0]
+            if code:
+                self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
+        finally:
+            filling.release()
 
     def bare(self, stream: int, *operands: Any) -> Callable[[], Any]:
         """The driver call alone, repeating one launch: what there is to measure against."""
@@ -59,17 +61,15 @@ class BoundKernel:
     def _fill(self, stream: int, operands: Sequence[Any]) -> _Layout:
         """The layout for these operands, with their addresses and the stream in it."""
         layout = self._aligned
-        values = layout.values
+        addresses = [op.address for op in operands]
         low = 0
-        for index, op in enumerate(operands):
-            values[index] = address = op.address
+        for address in addresses:
             low |= address
         if low % _VECTOR:
-            offsets = tuple(1 if op.address % _VECTOR else 0 for op in operands)
+            offsets = tuple(1 if address % _VECTOR else 0 for address in addresses)
             layout = self._others.get(offsets) or self._layout(offsets)
             self._others[offsets] = layout
-            for index, op in enumerate(operands):
-                layout.values[index] = op.address
+        layout.values[: len(addresses)] = addresses
         if stream != layout.stream:
             layout.stream = stream
             layout.config.hStream = cu.CUstream(stream)

@@ -154,8 +154,11 @@ class CudaMemory(CudaDevice):
         nbytes = -(-nbytes // _UNIT) * _UNIT
         spare = self._spare.get((nbytes, stream))
         if spare:
-            with contextlib.suppress(IndexError):  # another thread may get there first
+            try:
                 address = spare.pop()
+            except IndexError:  # another thread got there first
+                address = 0
+            if address:
                 self._spare_bytes -= nbytes
                 return address
         recorded = bool(self._recording)  # memory must not become part of a graph that is recorded
@@ -180,7 +183,8 @@ class CudaMemory(CudaDevice):
             return
         if not self._try_free(address, stream, idle=self._closed):
             self._late.append((address, stream))
-        self._last_gone()
+        if self._closed:
+            self._last_gone()
 
     def _try_free(self, address: int, stream: int, idle: bool) -> bool:
         """Give memory back if it can be now; `idle`: no stream of the device has work."""
