@@ -80,11 +80,12 @@ def one_line(
     `operands` are further ones, or None, which the plan takes by these names. A call on tdx
     arrays that is like an earlier one goes straight to its plan.
     """
-    plan = _known(kind, x, out, team, options, operands)
-    if plan is not None:
-        if out is None:
-            out = plan.world.local(*plan.result, kind.operation)
-        return plan(x, out, stream, **operands)
+    if type(x) is Array and (out is None or type(out) is Array):
+        plan = _known(kind, x, team, options, operands)
+        if plan is not None:
+            if out is None:
+                out = plan.world.local(*plan.result, kind.operation)
+            return plan(x, out, stream, **operands)
     call = Call(kind.operation, x, out, team=team, stream=stream)
     with call:
         source = call.operand(x, "x")
@@ -96,13 +97,10 @@ def one_line(
 
 
 def _known(
-    kind: type[P], x: Any, out: Any, team: Group | None, options: dict[str, Any],
-    operands: dict[str, Any],
-) -> P | None:  # fmt: skip
-    """The plan for tdx arrays of which `x` was an operand before, if there is one."""
-    if type(x) is not Array or x.operand is None or x.operand.block.freed:
-        return None
-    if out is not None and type(out) is not Array:
+    kind: type[P], x: Array, team: Group | None, options: dict[str, Any], operands: dict[str, Any]
+) -> P | None:
+    """The plan for `x`, if that was an operand before, and for further tdx arrays."""
+    if x.operand is None or x.operand.block.freed:
         return None
     for y in operands.values():
         if y is not None and type(y) is not Array:

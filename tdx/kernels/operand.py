@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -86,12 +87,12 @@ def operand(world: World, x: Any, what: str) -> Operand:
             raise InvalidArgument(f"{what} belongs to another world than the plan")
         if x.owner_rank != world.rank:
             raise InvalidArgument(f"{what} is a peer's array; pass the own one")
-        x._block.check()
-        block, size = x._block, x.itemsize
-        strides = tuple([s // size for s in x.strides])
-        # not the array: it would hold itself
-        x.operand = Operand(x._address, x.dtype, x.shape, strides, block, block)
-        return x.operand
+        block, dtype = x._block, x.dtype
+        block.check()
+        # not the array as owner: it would hold itself
+        strides = _in_elements(x.strides, dtype.itemsize)
+        x.operand = made = Operand(x._address, dtype, x.shape, strides, block, block)
+        return made
     if isinstance(x, Operand):
         return x
     if isinstance(x, Imported):
@@ -118,9 +119,14 @@ def operand(world: World, x: Any, what: str) -> Operand:
     if any(s % size for s in memory.strides):
         raise InvalidArgument(f"{what}: strides {memory.strides} are no multiples of {size} bytes")
     return Operand(
-        memory.address, memory.dtype, memory.shape, tuple(s // size for s in memory.strides),
+        memory.address, memory.dtype, memory.shape, _in_elements(memory.strides, size),
         (x, memory), writable=not (memory.readonly or memory.copied),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(s // itemsize for s in strides)
 
 
 def _no_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

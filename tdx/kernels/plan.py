@@ -206,9 +206,13 @@ class Plan:
         self, out: Any, buffer: Array | None, shape: tuple[int, ...], dtype: np.dtype
     ) -> Operand:
         """Check `out`, or take the plan's own buffer when it is None."""
-        if out is None and buffer is None:
-            raise InvalidArgument(f"{self.operation}: the plan has no buffer of its own; pass out=")
-        return check_output(self.world, buffer if out is None else out, shape, dtype)
+        if out is None:
+            out = buffer
+            if buffer is None:
+                raise InvalidArgument(
+                    f"{self.operation}: the plan has no buffer of its own; pass out="
+                )
+        return check_output(self.world, out, shape, dtype)
 
 
 @contextlib.contextmanager

@@ -116,13 +116,18 @@ class Array:
     def data_ptr(self) -> int:
         """Address of the first element; what makes the array a kernel argument.
 
-        Notes that the current stream uses the array. Raises Closed after free or close.
+        Notes that the stream of this thread's latest launch, or of `world.on`, uses the array.
+        Raises Closed after free or close.
         """
+        if self._block.last[0] != self.world.here.launching:
+            self._note_launch()
+        return self._address
+
+    def _note_launch(self) -> None:
         self._block.check()
         self._block.stream = self.world.driver.launch_stream()
         if self.world.recording is not None:
             self.world.recording.keep(self)
-        return self._address
 
     # ---- views
     def peer(self, rank: int) -> Array:

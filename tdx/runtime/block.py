@@ -124,8 +124,9 @@ class LocalBlock(Block):
     address = 0  # for `__del__`, if there is no memory
 
     def __init__(self, driver: Driver, exports: Exports, nbytes: int, name: str, stream: int):
-        address = driver.alloc(nbytes or 1, stream)
-        super().__init__(driver, exports, address, nbytes, name, stream)
+        Block.__init__(
+            self, driver, exports, driver.alloc(nbytes or 1, stream), nbytes, name, stream
+        )
 
     def free(self) -> None:
         super().free()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,22 @@ from tdx.runtime.errors import Closed, InvalidArgument
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
 
-__all__ = ["Event", "Stream", "Streams", "order", "stream_handle"]
+__all__ = ["Event", "Here", "Stream", "Streams", "order", "stream_handle"]
+
+
+class Here(threading.local):
+    """Where each thread queues its work.
+
+    Attributes
+    ----------
+    stream : int
+        Where plain launches go; not there in a thread that has launched nothing.
+    launching : int or None
+        Where the launch under way, or the latest, goes. None: arrays must ask.
+    """
+
+    stream: int
+    launching: int | None = None
 
 
 class Event:

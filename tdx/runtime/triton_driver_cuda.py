@@ -65,8 +65,9 @@ class _TritonDriver(StockDriver):
         arch = int(driver.info.arch.removeprefix("sm_"))
         self._target = GPUTarget("cuda", arch, 32)
         self.get_device_capability = lambda device=0: divmod(arch, 10)
-        self.get_current_device = lambda: driver.info.index
-        self.get_current_stream = lambda device=0: driver.launch_stream()
+        index = driver.info.index
+        self.get_current_device = lambda: index
+        self.get_current_stream = driver.launch_stream
         self.set_current_device = lambda device: driver.bind_thread()
 
     def get_current_target(self) -> GPUTarget:

@@ -77,6 +77,7 @@ class World(Group):
         self.timeout_s = timeout_s
         self.channels = channel
         self.driver = driver
+        self.here = driver.here
         self.device = driver.info
         self.backend = driver.info.backend
         self.closed = False

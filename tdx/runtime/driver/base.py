@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from tdx.runtime.stream import Here
+
 __all__ = ["DeviceInfo", "Driver"]
 
 
@@ -52,6 +54,7 @@ class Driver(Protocol):
     """The verbs. `stream` is always the handle of a stream of the same driver."""
 
     info: DeviceInfo
+    here: Here
 
     def close(self) -> None:
         """Wait for the device, then release everything the driver itself holds."""

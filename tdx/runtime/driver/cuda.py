@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from tdx.runtime.driver.cuda_device import NO_CONTEXT, call, cu
 from tdx.runtime.driver.cuda_kernel import BoundKernel
 from tdx.runtime.driver.cuda_memory import CudaMemory
 from tdx.runtime.errors import InvalidArgument, TdxError
+from tdx.runtime.stream import Here
 
 __all__ = ["CudaDriver"]
 
@@ -31,7 +31,7 @@ class CudaDriver(CudaMemory):
         self._graphs: set[int] = set()
         self._recording = 0
         self._closed = False
-        self._current = threading.local()
+        self.here = Here()
         self._default_stream = 0
         self._shim: Any = None
         try:
@@ -162,6 +162,7 @@ class CudaDriver(CudaMemory):
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._call("starting to record a graph", cu.cuStreamBeginCapture, stream, mode)
         self._recording = stream
+        self.here.launching = None
 
     def capture_end(self, stream: int) -> int:
         if self._recording != stream:
@@ -201,29 +202,34 @@ class CudaDriver(CudaMemory):
 
     def current_stream(self) -> int:
         try:
-            return self._current.stream
+            return self.here.stream
         except AttributeError:  # this thread's first launch, which needs the context
             self.bind_thread()
-            self._current.stream = self._default_stream
+            self.here.stream = self._default_stream
             return self._default_stream
 
     def set_current_stream(self, stream: int) -> None:
         if not self._default_stream:
             self._default_stream = stream
         self.bind_thread()
-        self._current.stream = stream
+        self.here.stream, self.here.launching = stream, None
 
-    def launch_stream(self) -> int:
+    def launch_stream(self, device: int = 0) -> int:
         """Where a plain launch goes: as current_stream, but to PyTorch's stream if it is in use.
 
         A program that has PyTorch on the GPU launches kernels on its tensors too; those keep
         PyTorch's stream unless the caller chose one with `world.on` or is recording a graph.
         """
-        stream = self.current_stream()
-        plain = stream == self._default_stream
-        torch = sys.modules.get("torch") if plain else None
-        if torch is not None and self._recording != stream and torch.cuda.is_initialized():
-            return int(torch._C._cuda_getCurrentRawStream(self.info.index))
+        here = self.here
+        try:
+            stream = here.stream
+        except AttributeError:
+            stream = self.current_stream()
+        if "torch" in sys.modules and stream == self._default_stream != self._recording:
+            torch = sys.modules["torch"]
+            if torch is not None and torch.cuda.is_initialized():
+                stream = int(torch._C._cuda_getCurrentRawStream(self.info.index))
+        here.launching = None if self._recording else stream
         return stream
 
     def bind(

@@ -44,10 +44,19 @@ class BoundKernel:
         self._filling = threading.Lock()  # until the driver has taken what was filled in
 
     def __call__(self, stream: int, *operands: Any) -> None:
+        addresses, low = [], 0
+        for op in operands:
+            address = op.address
+            addresses.append(address)
+            low |= address
         filling = self._filling
         filling.acquire()  # in half the time of `with`
         try:
-            layout = self._fill(stream, operands)
+            layout = self._unaligned(addresses) if low % _VECTOR else self._aligned
+            layout.values[: len(addresses)] = addresses
+            if stream != layout.stream:
+                layout.stream = stream
+                layout.config.hStream = cu.CUstream(stream)
             code = cuLaunchKernelEx(*layout.launch)[0]
             if code:
                 self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
@@ -55,24 +64,19 @@ class BoundKernel:
             filling.release()
 
     def bare(self, stream: int, *operands: Any) -> Callable[[], Any]:
-        """The driver call alone, repeating one launch: what there is to measure against."""
-        return functools.partial(cuLaunchKernelEx, *self._fill(stream, operands).launch)
+        """The driver call alone, which repeats one launch: what there is to measure against.
 
-    def _fill(self, stream: int, operands: Sequence[Any]) -> _Layout:
-        """The layout for these operands, with their addresses and the stream in it."""
-        layout = self._aligned
-        addresses = [op.address for op in operands]
-        low = 0
-        for address in addresses:
-            low |= address
-        if low % _VECTOR:
-            offsets = tuple(1 if address % _VECTOR else 0 for address in addresses)
-            layout = self._others.get(offsets) or self._layout(offsets)
-            self._others[offsets] = layout
-        layout.values[: len(addresses)] = addresses
-        if stream != layout.stream:
-            layout.stream = stream
-            layout.config.hStream = cu.CUstream(stream)
+        The operands are aligned to 16 bytes.
+        """
+        self(stream, *operands)
+        return functools.partial(cuLaunchKernelEx, *self._aligned.launch)
+
+    def _unaligned(self, addresses: Sequence[int]) -> _Layout:
+        """The layout for operands that are not all aligned like the usual ones."""
+        offsets = tuple(1 if address % _VECTOR else 0 for address in addresses)
+        layout = self._others.get(offsets)
+        if layout is None:
+            layout = self._others[offsets] = self._layout(offsets)
         return layout
 
     def _layout(self, offsets: tuple[int, ...]) -> _Layout:

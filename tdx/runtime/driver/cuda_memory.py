@@ -181,7 +181,7 @@ class CudaMemory(CudaDevice):
         """
         if self._forked():
             return
-        if not self._try_free(address, stream, idle=self._closed):
+        if not self._try_free(address, stream, self._closed):
             self._late.append((address, stream))
         if self._closed:
             self._last_gone()
@@ -194,7 +194,11 @@ class CudaMemory(CudaDevice):
         nbytes = self._allocated[address]
         if ours and not idle and self._spare_bytes + nbytes <= _SPARE_BYTES:
             self._spare_bytes += nbytes
-            self._spare.setdefault((nbytes, stream), []).append(address)
+            key = (nbytes, stream)
+            if key in self._spare:
+                self._spare[key].append(address)
+            else:
+                self._spare[key] = [address]
             return True
         if ours and self.capturing(stream):
             return False

@@ -8,7 +8,6 @@ Triton's interpreter semantics (interpreter.py, builder.py).
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from tdx.runtime.driver.host.kernel import KernelRun, PreparedKernel
 from tdx.runtime.driver.host.memory import HostMemory, available_bytes
 from tdx.runtime.errors import HeapExhausted, InvalidArgument
 from tdx.runtime.faults import Pointer
+from tdx.runtime.stream import Here
 
 __all__ = ["HostDriver"]
 
@@ -47,7 +47,7 @@ class HostDriver(HostMemory):
             dlpack_type=1,
         )
         self._local: dict[int, Any] = {}
-        self._thread_stream = threading.local()
+        self.here = Here()
         self._default_stream = 0
         self._previous: Any = None
         self.device = Device()
@@ -203,14 +203,15 @@ class HostDriver(HostMemory):
         triton.runtime.driver._active = self._previous
 
     def current_stream(self) -> int:
-        return getattr(self._thread_stream, "handle", self._default_stream)
+        return getattr(self.here, "stream", self._default_stream)
 
     def set_current_stream(self, stream: int) -> None:
         if not self._default_stream:
             self._default_stream = stream
-        self._thread_stream.handle = stream
+        self.here.stream = stream
 
-    launch_stream = current_stream
+    def launch_stream(self, device: int = 0) -> int:
+        return self.current_stream()
 
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]
