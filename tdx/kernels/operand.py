@@ -15,6 +15,7 @@ from tdx.runtime.array import Array
 from tdx.runtime.block import Block
 from tdx.runtime.dlpack import Imported, row_major
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.graph import hold
 from tdx.runtime.world import World
 
 __all__ = [
@@ -159,6 +160,8 @@ def check_output(world: World, out: Any, shape: tuple[int, ...], dtype: np.dtype
 def enter(world: World, stream: int, *operands: Operand) -> None:
     """Work on `stream` is about to use the operands; what records a graph of it holds them."""
     recording = world.recording
+    if recording is None and world.driver.recorded_elsewhere(stream):
+        hold(world, *(op.block for op in operands))
     for op in operands:
         op.enter(stream)
         if recording is not None:

@@ -39,9 +39,10 @@ from tdx.runtime.errors import (
     TdxError,
     Unsupported,
 )
+from tdx.runtime.graph import hold
 from tdx.runtime.group import Group
 from tdx.runtime.signals import Channel, Site, make_channel
-from tdx.runtime.stream import order, stream_handle
+from tdx.runtime.stream import NOWHERE, follow, stream_handle
 from tdx.runtime.world import World
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class Plan:
         world.check()
         self.world, self.group = world, world.group(team)
         self._memory: list[Block] = []  # what its kernels use besides operands
-        self._stream = 0
+        self._stream = NOWHERE  # of the last call
+        self._elsewhere = False  # may another library record that stream?
         shared: dict[str, Any] = {}
         with posting_refusals(world, self.group, self.operation):
             if world.recording is not None:
@@ -156,9 +158,10 @@ class Plan:
         handle = world.driver.current_stream() if stream is None else stream_handle(stream)
         if handle != self._stream:
             self.begin_stream(handle)
+        here = [handle]
         for op in operands:
             block = op.block
-            if block is not None and block.last[0] != handle:
+            if block is not None and block.last != here:
                 block.enter(handle)
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_globals["__name__"].startswith("tdx."):
@@ -168,6 +171,8 @@ class Plan:
         if world.recording is not None:
             self._record(world.recording, operands)
             return handle
+        if self._elsewhere and world.driver.recorded_elsewhere(handle):
+            hold(world, self, *(op.block for op in operands))
         usage.add()
         if config.debug:
             agree(self.group, self.call)
@@ -186,10 +191,11 @@ class Plan:
         driver = self.world.driver
         handle = driver.current_stream() if stream is None else stream_handle(stream)
         if self._stream != handle:
-            if self._stream:
+            self._elsewhere = not driver.owns(handle)
+            if self._stream != NOWHERE:
                 if driver.capturing(handle):
                     return handle  # what is recorded does not run now: the replay comes here again
-                order(driver, self._stream, handle)
+                follow(driver, self._stream, handle)
             self._stream = handle
             for block in self._memory:  # so that it is not reused before the plan's last call
                 block.stream = handle

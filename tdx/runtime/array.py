@@ -12,6 +12,7 @@ import numpy as np
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.block import Block
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.graph import hold
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
@@ -125,7 +126,12 @@ class Array:
 
     def _note_launch(self) -> None:
         self._block.check()
-        self._block.stream = self.world.driver.launch_stream()
+        driver = self.world.driver
+        stream = driver.launch_stream()
+        if driver.recorded_elsewhere(stream):
+            hold(self.world, self._block)
+            return
+        self._block.note(stream)
         if self.world.recording is not None:
             self.world.recording.keep(self)
 
@@ -215,7 +221,7 @@ class Array:
         if is_left:
             world.driver.read(staging.ctypes.data, self._address + low, nbytes)
         else:
-            stream = self._block.stream or world.stream.handle
+            stream = self._block.settled(world.stream.handle)
             with world.surfacing():
                 world.driver.copy_out(staging.ctypes.data, self._address + low, nbytes, stream)
             world.check()
@@ -294,7 +300,7 @@ class Array:
             "strides": None if self.is_contiguous else self.strides,
             "typestr": self.dtype.str,
             "data": (self._address, False),
-            "stream": self._block.stream or self.world.stream.handle,
+            "stream": self._block.settled(self.world.stream.handle),
         }
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -308,7 +314,7 @@ class Array:
             view = self.numpy()
         else:
             with self.world.surfacing():
-                self._block.wait()
+                self._block.wait(self.world.stream.handle)
             self.world.check()
             owner, released = self._block.export()
             view = dlpack.numpy_view(

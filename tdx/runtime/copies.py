@@ -10,7 +10,7 @@ import numpy as np
 
 from tdx.runtime import dlpack
 from tdx.runtime.errors import Unsupported
-from tdx.runtime.stream import order
+from tdx.runtime.stream import follow
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
@@ -33,7 +33,7 @@ class Copies:
     def copy(self, target: Array, source: Array | Imported) -> None:
         """Copy equal shapes and dtypes; `target` is not empty."""
         block = target._block
-        stream = block.stream or self._world.stream.handle
+        stream = block.settled(self._world.stream.handle)
         recording = self._world.recording
         if recording is not None:
             stream = self._driver.current_stream()  # another one would not be recorded
@@ -101,10 +101,11 @@ class Copies:
         """
         if self._driver.info.dlpack_type == dlpack.CPU:
             with self._world.surfacing():
-                block.wait()
+                block.wait(self._world.stream.handle)
             self._world.check()
-        elif stream != -1 and block.stream:
-            order(self._driver, block.stream, 0 if stream is None else int(stream))
+        elif stream != -1:
+            for used in block.last:
+                follow(self._driver, used, 0 if stream is None else int(stream))
 
 
 def _pieces(

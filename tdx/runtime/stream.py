@@ -12,7 +12,12 @@ from tdx.runtime.errors import Closed, InvalidArgument
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
 
-__all__ = ["Event", "Here", "Stream", "Streams", "order", "stream_handle"]
+__all__ = [
+    "NOWHERE", "Event", "Here", "Stream", "Streams", "finished", "follow", "order",
+    "stream_handle",
+]  # fmt: skip
+
+NOWHERE = -1  # where memory was used that has not been used; 0 is the default stream
 
 
 class Here(threading.local):
@@ -142,6 +147,27 @@ def order(driver: Driver, before: int, after: int) -> None:
         driver.stream_wait(after, event)
     finally:
         driver.event_destroy(event)
+
+
+def follow(driver: Driver, used: int, stream: int) -> None:
+    """Later work of `stream` waits for what tdx has queued on stream `used`, which may be gone."""
+    if used in (NOWHERE, stream):
+        return
+    event = driver.left_at(used)
+    if event is None:
+        order(driver, used, stream)
+    elif event:
+        driver.stream_wait(stream, event)
+
+
+def finished(driver: Driver, used: int) -> bool:
+    """Whether what tdx has queued on stream `used`, which may be gone, is done."""
+    if used == NOWHERE:
+        return True
+    event = driver.left_at(used)
+    if event is None:
+        return driver.stream_query(used)
+    return not event or driver.event_query(event)
 
 
 def stream_handle(stream: Any) -> int:

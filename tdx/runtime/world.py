@@ -86,6 +86,7 @@ class World(Group):
         self.plans: dict[Any, Any] = {}  # one-line functions keep their plans here
         self.process = os.getpid()
         self.exports = Exports()
+        self.captured: dict[int, Any] = {}  # see graph.hold
         self._sites = Sites()
         self._teams: dict[int, tuple[int, ...]] = {0: self.ranks}
         self._plans_made: dict[int, int] = {}  # group -> how many
@@ -285,12 +286,13 @@ class World(Group):
     def on(self, stream: Any) -> Iterator[None]:
         """Plain `kernel[grid](...)` launches of this thread go to `stream` inside the block."""
         self.check()
-        outer = self.driver.current_stream()
-        self.driver.set_current_stream(stream_handle(stream))
+        outer, inner = self.driver.current_stream(), stream_handle(stream)
+        self.driver.set_current_stream(inner)
         try:
             yield
         finally:
             self.driver.set_current_stream(outer)
+            self.driver.mark(inner)
 
     # ---- waiting and errors
     def barrier(self) -> None:

@@ -51,7 +51,8 @@ def rows() -> Iterator[tuple[str, Callable[[], object]]]:
     plain, other = Plain(x.data_ptr()), Plain(y.data_ptr())
     run = world.driver.bind(empty_kernel, 1, (x.dtype, y.dtype), (7,), {})
     barrier, plan = tdx.Barrier(world), tdx.AllReduce(world, x.shape, x.dtype)
-    yield "prebuilt cuLaunchKernelEx", run.bare(world.stream.handle, *(operand(world, a, "") for a in (x, y)))
+    bare = run.bare(world.stream.handle, operand(world, x, "x"), operand(world, y, "y"))
+    yield "prebuilt cuLaunchKernelEx", bare
     yield "Barrier plan", barrier
     yield "AllReduce plan", lambda: plan(x, out=y)
     yield "tdx.barrier()", tdx.barrier
@@ -72,7 +73,8 @@ def main() -> None:
                 call()
             taken.append((time.perf_counter() - start) / _CALLS * 1e6)
     for taken, (what, _) in zip(samples, calls, strict=True):
-        print(f"{what:>32} {statistics.median(taken):8.2f} us {min(taken):8.2f} least")
+        line = f"{what:>32} {statistics.median(taken):8.2f} us, least {min(taken):.2f}"
+        sys.stdout.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tdx.runtime.driver.cuda_device import call, cu
 from tdx.runtime.errors import DriverError
 from tdx.runtime.faults import Pointer
+from tdx.runtime.stream import NOWHERE
 from tdx.runtime.triton_driver_cuda import compile_kernel
 
 if TYPE_CHECKING:
@@ -57,9 +58,12 @@ class BoundKernel:
             if stream != layout.stream:
                 layout.stream = stream
                 layout.config.hStream = cu.CUstream(stream)
+                layout.lasting = self._driver.left_at(stream) is None
             code = cuLaunchKernelEx(*layout.launch)[0]
             if code:
                 self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
+            if not layout.lasting:
+                self._driver.mark(stream)
         finally:
             filling.release()
 
@@ -100,7 +104,8 @@ class _Layout:
         self.values = (ctypes.c_int64 * len(words))(*words)
         start = ctypes.addressof(self.values)
         self._table = (ctypes.c_void_p * len(words))(*(start + 8 * i for i in range(len(words))))
-        self.stream = 0
+        self.stream = NOWHERE
+        self.lasting = True  # is the stream there until the world is closed?
         self.config = cu.CUlaunchConfig()
         self.config.gridDimX = grid
         self.config.gridDimY = self.config.gridDimZ = 1

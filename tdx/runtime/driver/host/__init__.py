@@ -90,11 +90,12 @@ class HostDriver(HostMemory):
         self._local[address] = block
         return address
 
-    def free(self, address: int, stream: int) -> None:
+    def free(self, address: int, stream: int, others: Sequence[int] = ()) -> None:
         block = self._local.pop(address, None)
-        handle = self.device.streams.get(stream)
-        if block is not None and handle is not None and handle.queue:
-            self.device.enqueue(stream, lambda: Call(partial(_keep, block)))
+        for number in (stream, *others):
+            handle = self.device.streams.get(number)
+            if block is not None and handle is not None and handle.queue:
+                self.device.enqueue(number, lambda: Call(partial(_keep, block)))
 
     def host_alloc(self, nbytes: int) -> int:
         return self.alloc(nbytes, 0)
@@ -177,6 +178,18 @@ class HostDriver(HostMemory):
 
     def capture_end(self, stream: int) -> int:
         return self.device.capture_end(stream)
+
+    def owns(self, stream: int) -> bool:
+        return True
+
+    def mark(self, stream: int, at: int | None = None) -> None:
+        """All streams are the driver's own."""
+
+    def left_at(self, stream: int) -> int | None:
+        return None
+
+    def recorded_elsewhere(self, stream: int) -> bool:
+        return False
 
     def capturing(self, stream: int) -> bool:
         graph = self.device.capture
