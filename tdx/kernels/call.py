@@ -58,8 +58,13 @@ def remembered(world: World, group: Any, key: Any, make: Callable[[], T]) -> T:
     return made
 
 
-def cached(world: World, group: Group, kind: type[P], *args: Any, **options: Any) -> P:
-    """The plan `kind(world, *args, **options)`, made on first use, alike on every rank."""
+def cached(
+    world: World, group: Group, kind: type[P], *args: Any, stream: Any = None, **options: Any
+) -> P:
+    """The plan `kind(world, *args, **options)`, made on first use, alike on every rank.
+
+    `stream`: where it will be called. None is made while another library records that.
+    """
     key = (kind, *args, *options.values())
     try:
         hash(key)
@@ -68,7 +73,18 @@ def cached(world: World, group: Group, kind: type[P], *args: Any, **options: Any
             f"{kind.operation}: {', '.join(map(repr, key[1:]))} holds a value of a type that no "
             "option has"
         ) from None
-    return remembered(world, group.index, key, lambda: kind(world, *args, team=group, **options))
+
+    def make() -> P:
+        if stream is not None and world.driver.recorded_elsewhere(stream_handle(stream)):
+            error = InvalidArgument(
+                f"{kind.operation} would make a plan while another library records a graph of the "
+                "stream; call it once before, with the same shapes"
+            )
+            post_refusal(world, group, kind.operation, error)
+            raise error
+        return kind(world, *args, team=group, **options)
+
+    return remembered(world, group.index, key, make)
 
 
 def one_line(
@@ -166,7 +182,7 @@ class Call:
     def plan(self, kind: type[P], *args: Any, **options: Any) -> P:
         """The cached plan of this call; it has no buffers for results."""
         options["buffer"] = False
-        plan = cached(self.world, self.group, kind, *args, **options)
+        plan = cached(self.world, self.group, kind, *args, stream=self.stream, **options)
         self._planned = True
         return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,8 @@ def next_use_waits_for_all_streams(rank: Rank) -> None:
         plan = tdx.AllReduce(world, (64,), np.float32)
         x = world.zeros(64, np.float32)
         side, handle = world.new_stream(), world.stream.handle
-        for use in (lambda: plan(x), x.numpy, lambda: x.copy_from(np.ones(64, np.float32))):
+        ones = np.ones(64, np.float32)
+        for use in (partial(plan, x), x.numpy, partial(x.copy_from, ones)):
             launch(world, x, side)
             touch_kernel[(1,)](x)
             with waits(world.driver) as seen:
@@ -104,7 +106,7 @@ def next_use_waits_for_all_streams(rank: Rank) -> None:
         query = world.driver.stream_query
         world.driver.stream_query = lambda stream: stream != side.handle and query(stream)
         offset = x._block.offset
-        del x
+        del x, use
         region = world.user_region
         region._reclaim_idle(None, "test")
         assert offset - region.start in region.heap.dropped()
@@ -145,22 +147,21 @@ def streams_that_are_gone(rank: Rank) -> None:
         local = world.array(np.ones(64, np.float32), symmetric=False)
         with tdx.graph(world) as graph:
             plan(x)
-        uses = {
-            "plan": lambda stream: plan(x, stream=stream),
-            "function": lambda stream: tdx.all_reduce(local, stream=stream),
-            "kernel": lambda stream: launch(world, x, stream),
-            "kernel on local memory": lambda stream: launch(world, local, stream),
-            "replay": graph.replay,
-        }
-        for name, use in uses.items():
+        for use in (
+            partial(plan, x),
+            partial(tdx.all_reduce, local),
+            partial(launch, world, x),
+            partial(launch, world, local),
+            graph.replay,
+        ):
             stream = foreign_stream()
-            use(stream)
+            use(stream=stream)
             destroy(stream)
-            with waits(world.driver):
-                plan(x)
-                tdx.all_reduce(local)
-            assert (x.numpy() == 1).all() and (local.numpy() == 1).all(), name
-            assert stream not in (x._block.last + local._block.last), name
+            plan(x)
+            tdx.all_reduce(local)
+            for array in (x, local):
+                assert (array.numpy() == 1).all(), use
+                assert stream not in array._block.last, use
         stream = foreign_stream()
         plan(x, stream=stream)
         destroy(stream)
@@ -170,12 +171,14 @@ def streams_that_are_gone(rank: Rank) -> None:
         world.driver.stream_wait = lambda at, event: (waited.append(event), wait(at, event))
         plan(x)
         del world.driver.stream_wait
-        assert mark and mark in waited, (mark, waited)
+        assert mark in waited, (mark, waited)
         launch(world, local, stream := foreign_stream())
         destroy(stream)
-        del local  # returned when the GPU is idle
-        world.synchronize()
-        assert "allocations" in rank.fake.live()
+        address = local._address
+        del local, array, use
+        assert world.empty(64, np.float32, symmetric=False)._address != address
+        world.synchronize()  # nothing uses it any more
+        assert address not in world.driver._allocated
         for _ in range(200):
             stream = foreign_stream()
             plan(x, stream=stream)
@@ -196,23 +199,24 @@ def graphs_of_others(rank: Rank) -> None:
         world = rank.init()
         x = world.array(np.ones((16, 16), np.float32), symmetric=False)
         read = world.array(np.ones(256, np.float32), symmetric=False)
-        for _ in range(2):  # also with streams that are known already
-            tdx.all_reduce(x)
-            tdx.matmul(x, x)
-            stream = foreign_stream()
-            tdx.all_reduce(x, stream=stream)
-            mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-            assert not int(cu.cuStreamBeginCapture(stream, mode)[0])
-            made = tdx.all_reduce(x, stream=stream)
-            product = tdx.matmul(x, made, stream=stream)
-            with world.on(stream):
-                touch_kernel[(1,)](read)
-                late = world.empty(100, np.float32, symmetric=False)
-                touch_kernel[(1,)](late)
-            error, graph = cu.cuStreamEndCapture(stream)
-            assert not int(error), error
-            error, executable = cu.cuGraphInstantiate(graph, 0)
-            assert not int(error), error
+        tdx.matmul(x, x)
+        stream = foreign_stream()
+        tdx.all_reduce(x, stream=stream)
+        launch(world, x, stream)  # the stream is known
+        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        assert not int(cu.cuStreamBeginCapture(stream, mode)[0])
+        with rank.raises("call it once before", kind="InvalidArgument"):
+            tdx.all_gather(x, stream=stream)
+        made = tdx.all_reduce(x, stream=stream)
+        product = tdx.matmul(x, made, stream=stream)
+        with world.on(stream):
+            touch_kernel[(1,)](read)
+            late = world.empty(100, np.float32, symmetric=False)
+            touch_kernel[(1,)](late)
+        error, graph = cu.cuStreamEndCapture(stream)
+        assert not int(error), error
+        error, executable = cu.cuGraphInstantiate(graph, 0)
+        assert not int(error), error
         used = {a._address for a in (x, made, product, read, late)}
         world.plans.clear()  # as if other plans had taken their places
         del x, made, product, read, late
