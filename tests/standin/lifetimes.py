@@ -41,6 +41,18 @@ def waits(driver: Any) -> Iterator[list[tuple[int, int]]]:
         del driver.event_record, driver.stream_wait
 
 
+@contextlib.contextmanager
+def records(driver: Any) -> Iterator[list[int]]:
+    """The streams on which events are recorded in the block."""
+    seen: list[int] = []
+    record = driver.event_record
+    driver.event_record = lambda event, stream: (seen.append(stream), record(event, stream))
+    try:
+        yield seen
+    finally:
+        del driver.event_record
+
+
 def foreign_stream() -> int:
     from cuda.bindings import driver as cu
 
@@ -163,15 +175,13 @@ def streams_that_are_gone(rank: Rank) -> None:
                 assert (array.numpy() == 1).all(), use
                 assert stream not in array._block.last, use
         stream = foreign_stream()
-        plan(x, stream=stream)
+        with records(world.driver) as recorded:
+            plan(x, stream=stream)
+        assert recorded[-1] == stream, recorded  # after the launch
         destroy(stream)
-        mark = world.driver.left_at(stream)
-        waited: list[int] = []
-        wait = world.driver.stream_wait
-        world.driver.stream_wait = lambda at, event: (waited.append(event), wait(at, event))
-        plan(x)
-        del world.driver.stream_wait
-        assert mark in waited, (mark, waited)
+        with records(world.driver) as recorded:
+            plan(x)
+        assert stream not in recorded
         launch(world, local, stream := foreign_stream())
         destroy(stream)
         address = local._address
@@ -179,9 +189,10 @@ def streams_that_are_gone(rank: Rank) -> None:
         assert world.empty(64, np.float32, symmetric=False)._address != address
         world.synchronize()  # nothing uses it any more
         assert address not in world.driver._allocated
-        for _ in range(200):
-            stream = foreign_stream()
+        streams = [foreign_stream() for _ in range(200)]
+        for stream in streams:
             plan(x, stream=stream)
+        for stream in streams:
             destroy(stream)
         assert rank.fake.live()["events"] <= 64, rank.fake.live()
         world.close()
