@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.call import Call
+from tdx.kernels.call import one_line
 from tdx.kernels.copy_engine import CopyEngine
 from tdx.kernels.copying import copy_share
 from tdx.kernels.low_latency import LowLatency, check_low_latency
@@ -287,6 +287,7 @@ class AllGather(Plan):
             if self.algorithm == "low_latency" and not progress:
                 check_low_latency("all_gather", self._nbytes, ranks)
             self.out_shape = (self.group.size * self.shape[0], *self.shape[1:])
+            self.result = (self.out_shape, self.dtype)
             self.gathering: Gathering | None = None
             shared.update(
                 shape=self.shape, dtype=self.dtype, progress=progress,
@@ -380,10 +381,4 @@ def all_gather(
 
     Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted, and a pending fault.
     """
-    call = Call("all_gather", x, out, team=team, stream=stream)
-    with call:
-        source = call.operand(x, "x")
-        plan = call.plan(AllGather, source.shape, source.dtype, algorithm=algorithm)
-        target = call.target(out, plan.out_shape, plan.dtype)
-        plan(source, target, stream=call.stream)
-    return call.finish(target)
+    return one_line(AllGather, x, out, team, stream, {"algorithm": algorithm})

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.call import Call
+from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import elements
 from tdx.kernels.plan import Plan, plain_shape
@@ -206,6 +206,7 @@ class AllReduce(Plan):
             self.shape = plain_shape(shape)
             self.dtype = dtypes.resolve(dtype)
             self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
+            self.result = (self.shape, self.out_dtype)
             self.op = op
             self._has_bias, self._has_residual = bias, residual
             self._numel = elements(self.shape)
@@ -378,14 +379,8 @@ def all_reduce(
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    call = Call("all_reduce", x, out, team=team, stream=stream)
-    with call:
-        source = call.operand(x, "x")
-        vector, whole = call.optional(bias, "bias"), call.optional(residual, "residual")
-        plan = call.plan(
-            AllReduce, source.shape, source.dtype, op, out_dtype=out_dtype, bias=bias is not None,
-            residual=residual is not None, algorithm=algorithm,
-        )  # fmt: skip
-        target = call.target(out, plan.shape, plan.out_dtype)
-        plan(source, target, bias=vector, residual=whole, stream=call.stream)
-    return call.finish(target)
+    options = {
+        "op": op, "out_dtype": out_dtype, "bias": bias is not None,
+        "residual": residual is not None, "algorithm": algorithm,
+    }  # fmt: skip
+    return one_line(AllReduce, x, out, team, stream, options, bias=bias, residual=residual)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tdx.kernels.call import Call
+from tdx.kernels.call import one_line
 from tdx.kernels.low_latency import LowLatency, check_low_latency
 from tdx.kernels.operand import elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
@@ -65,6 +65,7 @@ class AllToAll(Plan):
         with self.agreement(world, team) as shared:
             self.shape = plain_shape(shape)
             self.dtype = dtypes.resolve(dtype)
+            self.result = (self.shape, self.dtype)
             ranks = self.group.size
             if not self.shape or self.shape[0] % ranks:
                 raise InvalidArgument(
@@ -124,10 +125,4 @@ def all_to_all(
 
     Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted, and a pending fault.
     """
-    call = Call("all_to_all", x, out, team=team, stream=stream)
-    with call:
-        source = call.operand(x, "x")
-        plan = call.plan(AllToAll, source.shape, source.dtype, algorithm=algorithm)
-        target = call.target(out, plan.shape, plan.dtype)
-        plan(source, target, stream=call.stream)
-    return call.finish(target)
+    return one_line(AllToAll, x, out, team, stream, {"algorithm": algorithm})

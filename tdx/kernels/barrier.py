@@ -54,4 +54,4 @@ def barrier(team: Group | None = None, stream: Any = None) -> None:
     """
     world = world_of()
     group = world.group(team)
-    cached(world, group, Barrier)(stream)
+    cached(world, group, Barrier, stream=stream)(stream)

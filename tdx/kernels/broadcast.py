@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.call import Call
+from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, copy_share, copy_two_shares, padded
 from tdx.kernels.low_latency import check_low_latency, load_words, store_words
 from tdx.kernels.operand import Operand, byte_units, elements
@@ -204,6 +204,7 @@ class Broadcast(Plan):
         with self.agreement(world, team) as shared:
             self.shape = plain_shape(shape)
             self.dtype = dtypes.resolve(dtype)
+            self.result = (self.shape, self.dtype)
             self.root = self.group.check_rank(root, "root")
             self._nbytes = elements(self.shape) * self.dtype.itemsize
             ranks = self.group.size
@@ -327,10 +328,4 @@ def broadcast(
 
     Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted, and a pending fault.
     """
-    call = Call("broadcast", x, out, team=team, stream=stream)
-    with call:
-        source = call.operand(x, "x")
-        plan = call.plan(Broadcast, source.shape, source.dtype, root, algorithm=algorithm)
-        target = call.target(out, plan.shape, plan.dtype)
-        plan(source, target, stream=call.stream)
-    return call.finish(target)
+    return one_line(Broadcast, x, out, team, stream, {"root": root, "algorithm": algorithm})

@@ -25,7 +25,7 @@ from tdx.runtime.init import current_world
 from tdx.runtime.stream import stream_handle
 from tdx.runtime.world import World
 
-__all__ = ["Call", "cached", "remembered", "world_of"]
+__all__ = ["Call", "cached", "one_line", "remembered", "world_of"]
 
 _REMEMBERED = 64  # plans kept for each group of ranks
 _HOST_MEMORY = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST)
@@ -58,21 +58,76 @@ def remembered(world: World, group: Any, key: Any, make: Callable[[], T]) -> T:
     return made
 
 
-def cached(world: World, group: Group, kind: type[P], *args: Any, **options: Any) -> P:
-    """The plan `kind(world, *args, **options)`, made on first use, alike on every rank."""
+def cached(
+    world: World, group: Group, kind: type[P], *args: Any, stream: Any = None, **options: Any
+) -> P:
+    """The plan `kind(world, *args, **options)`, made on first use, alike on every rank.
+
+    `stream`: where it will be called. None is made while another library records that.
+    """
     key = (kind, *args, *options.values())
-    plans = world.plans.get(group.index)
     try:
-        plan = None if plans is None else plans.get(key)
+        hash(key)
     except TypeError:  # something that cannot be hashed, such as a list
         raise InvalidArgument(
-            f"{kind.operation}: {', '.join(map(repr, (*args, *options.values())))} holds a value "
-            "of a type that no option has"
+            f"{kind.operation}: {', '.join(map(repr, key[1:]))} holds a value of a type that no "
+            "option has"
         ) from None
-    if plan is None:
-        return remembered(
-            world, group.index, key, lambda: kind(world, *args, team=group, **options)
-        )
+
+    def make() -> P:
+        if stream is not None and world.driver.recorded_elsewhere(stream_handle(stream)):
+            error = InvalidArgument(
+                f"{kind.operation} would make a plan while another library records a graph of the "
+                "stream; call it once before, with the same shapes"
+            )
+            post_refusal(world, group, kind.operation, error)
+            raise error
+        return kind(world, *args, team=group, **options)
+
+    return remembered(world, group.index, key, make)
+
+
+def one_line(
+    kind: type[P], x: Any, out: Any, team: Group | None, stream: Any, options: dict[str, Any],
+    **operands: Any,
+) -> Any:  # fmt: skip
+    """A one-line function whose plan is `kind(world, shape, dtype, **options)`, called with `x`.
+
+    `operands` are further ones, or None, which the plan takes by these names. A call on tdx
+    arrays that is like an earlier one goes straight to its plan.
+    """
+    if type(x) is Array and (out is None or type(out) is Array):
+        plan = _known(kind, x, team, options, operands)
+        if plan is not None:
+            if out is None:
+                out = plan.world.local(*plan.result, kind.operation)
+            return plan(x, out, stream, **operands)
+    call = Call(kind.operation, x, out, team=team, stream=stream)
+    with call:
+        source = call.operand(x, "x")
+        others = {what: call.optional(y, what) for what, y in operands.items()}
+        plan = call.plan(kind, source.shape, source.dtype, **options)
+        target = call.target(out, *plan.result)
+        plan(source, target, call.stream, **others)
+    return call.finish(target)
+
+
+def _known(
+    kind: type[P], x: Array, team: Group | None, options: dict[str, Any], operands: dict[str, Any]
+) -> P | None:
+    """The plan for `x`, if that was an operand before, and for further tdx arrays."""
+    if x.operand is None or x.operand.block.freed:
+        return None
+    for y in operands.values():
+        if y is not None and type(y) is not Array:
+            return None
+    world = x.world
+    plans = world.plans.get(0 if team is None else world.group(team).index)
+    key = (kind, x.shape, x.dtype, *options.values(), False)
+    try:
+        plan = plans[key]
+    except (KeyError, TypeError):  # also without any plans; the other way finds out what is wrong
+        return None
     plans.move_to_end(key)
     return plan
 
@@ -132,7 +187,8 @@ class Call:
 
     def plan(self, kind: type[P], *args: Any, **options: Any) -> P:
         """The cached plan of this call; it has no buffers for results."""
-        plan = cached(self.world, self.group, kind, *args, **options, buffer=False)
+        options["buffer"] = False
+        plan = cached(self.world, self.group, kind, *args, stream=self.stream, **options)
         self._planned = True
         return plan
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tdx.runtime.array import Array
 from tdx.runtime.block import Block
 from tdx.runtime.dlpack import Imported, row_major
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.graph import hold
 from tdx.runtime.world import World
 
 if TYPE_CHECKING:
@@ -98,12 +100,7 @@ class Operand:
         self.block = block
         self.writable = writable
         self.home = home
-        expected = row_major(shape, 1)
-        self.contiguous = (
-            strides == expected
-            or 0 in shape
-            or all(n == 1 or s == e for n, s, e in zip(shape, strides, expected, strict=True))
-        )
+        self.contiguous = strides == row_major(shape, 1) or _no_gaps(shape, strides)
 
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the memory."""
@@ -114,18 +111,19 @@ class Operand:
 def operand(world: World, x: Any, what: str) -> Operand:
     """`x` (a tdx array of `world`, or foreign memory of the same device) as an operand."""
     if isinstance(x, Array):
-        if x.operand is not None and x.world is world and not x._block.freed:
-            return x.operand
+        known = x.operand
+        if known is not None and x.world is world and not known.block.freed:
+            return known
         if x.world is not world:
             raise InvalidArgument(f"{what} belongs to another world than the plan")
         if x.owner_rank != world.rank:
             raise InvalidArgument(f"{what} is a peer's array; pass the own one")
-        x._block.check()
-        block, size = x._block, x.itemsize
-        strides = tuple(s // size for s in x.strides)
-        # not the array: it would hold itself
-        x.operand = Operand(x._address, x.dtype, x.shape, strides, block, block)
-        return x.operand
+        block, dtype = x._block, x.dtype
+        block.check()
+        # not the array as owner: it would hold itself
+        strides = _in_elements(x.strides, dtype.itemsize)
+        x.operand = made = Operand(x._address, dtype, x.shape, strides, block, block)
+        return made
     if isinstance(x, Operand):
         return x
     home, block = None, None
@@ -158,9 +156,20 @@ def operand(world: World, x: Any, what: str) -> Operand:
     if any(s % size for s in memory.strides):
         raise InvalidArgument(f"{what}: strides {memory.strides} are no multiples of {size} bytes")
     return Operand(
-        memory.address, memory.dtype, memory.shape, tuple(s // size for s in memory.strides),
+        memory.address, memory.dtype, memory.shape, _in_elements(memory.strides, size),
         (x, memory), block, writable=not (memory.readonly or memory.copied), home=home,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(s // itemsize for s in strides)
+
+
+def _no_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements lie in row-major order, though axes of one element have any stride."""
+    dims = zip(shape, strides, row_major(shape, 1), strict=True)
+    return 0 in shape or all(n == 1 or s == expected for n, s, expected in dims)
 
 
 def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: str) -> Operand:
@@ -187,6 +196,8 @@ def check_output(world: World, out: Any, shape: tuple[int, ...], dtype: np.dtype
 def enter(world: World, stream: int, *operands: Operand) -> None:
     """Work on `stream` is about to use the operands; what records a graph of it holds them."""
     recording = world.recording
+    if recording is None and world.driver.recorded_elsewhere(stream):
+        hold(world, *(op.block for op in operands))
     for op in operands:
         op.enter(stream)
         if recording is not None:

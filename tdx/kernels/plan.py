@@ -39,9 +39,10 @@ from tdx.runtime.errors import (
     TdxError,
     Unsupported,
 )
+from tdx.runtime.graph import hold
 from tdx.runtime.group import Group
 from tdx.runtime.signals import Channel, Site, make_channel
-from tdx.runtime.stream import order, stream_handle
+from tdx.runtime.stream import NOWHERE, follow, stream_handle
 from tdx.runtime.world import World
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Plan:
         The ranks that take part.
     call : str
         What the ranks agreed on.
+    result : tuple
+        Shape and dtype of the result, where there is one.
     """
 
     operation = "plan"
@@ -70,6 +73,7 @@ class Plan:
     world: World
     group: Group
     call: str
+    result: tuple[tuple[int, ...], np.dtype]
 
     @contextlib.contextmanager
     def agreement(self, world: World, team: Group | None) -> Iterator[dict[str, Any]]:
@@ -81,7 +85,8 @@ class Plan:
         world.check()
         self.world, self.group = world, world.group(team)
         self._memory: list[Block] = []  # what its kernels use besides operands
-        self._stream = 0
+        self._stream = NOWHERE  # of the last call
+        self._elsewhere = False  # may another library record that stream?
         shared: dict[str, Any] = {}
         with posting_refusals(world, self.group, self.operation):
             if world.recording is not None:
@@ -158,18 +163,21 @@ class Plan:
         handle = world.driver.current_stream() if stream is None else stream_handle(stream)
         if handle != self._stream:
             self.begin_stream(handle)
+        here = [handle]
         for op in operands:
             block = op.block
-            if block is not None and block.last[0] != handle:
+            if block is not None and block.last != here:
                 block.enter(handle)
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_globals["__name__"].startswith("tdx."):
             frame = frame.f_back
         usage = self._usage
-        usage.code, usage.line = frame.f_code, frame.f_lineno
+        usage.code, usage.instruction = frame.f_code, frame.f_lasti
         if world.recording is not None:
             self._record(world.recording, operands)
             return handle
+        if self._elsewhere and world.driver.recorded_elsewhere(handle):
+            hold(world, self, *(op.block for op in operands))
         usage.add()
         if config.debug:
             agree(self.group, self.call)
@@ -188,10 +196,11 @@ class Plan:
         driver = self.world.driver
         handle = driver.current_stream() if stream is None else stream_handle(stream)
         if self._stream != handle:
-            if self._stream:
+            self._elsewhere = not driver.owns(handle)
+            if self._stream != NOWHERE:
                 if driver.capturing(handle):
                     return handle  # what is recorded does not run now: the replay comes here again
-                order(driver, self._stream, handle)
+                follow(driver, self._stream, handle)
             self._stream = handle
             for block in self._memory:  # so that it is not reused before the plan's last call
                 block.stream = handle
@@ -199,7 +208,7 @@ class Plan:
 
     def input(self, x: Any, shape: tuple[int, ...], dtype: np.dtype, what: str = "x") -> Operand:
         """Check an input against the plan: same shape and dtype, contiguous."""
-        op = operand(self.world, x, what)
+        op = x if type(x) is Operand else operand(self.world, x, what)
         if op.shape == shape and op.dtype is dtype and op.contiguous:
             return op
         return check_operand(op, shape, dtype, what)
@@ -208,9 +217,13 @@ class Plan:
         self, out: Any, buffer: Array | None, shape: tuple[int, ...], dtype: np.dtype
     ) -> Operand:
         """Check `out`, or take the plan's own buffer when it is None."""
-        if out is None and buffer is None:
-            raise InvalidArgument(f"{self.operation}: the plan has no buffer of its own; pass out=")
-        return check_output(self.world, buffer if out is None else out, shape, dtype)
+        if out is None:
+            out = buffer
+            if buffer is None:
+                raise InvalidArgument(
+                    f"{self.operation}: the plan has no buffer of its own; pass out="
+                )
+        return check_output(self.world, out, shape, dtype)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.call import Call
+from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import elements
 from tdx.kernels.plan import Plan, plain_shape
@@ -193,6 +193,7 @@ class ReduceScatter(Plan):
             self.op = op
             check_types("reduce_scatter", self.dtype, self.out_dtype, op)
             self.out_shape = self._scattered()
+            self.result = (self.out_shape, self.out_dtype)
             if config is not None and not isinstance(config, Config):
                 raise InvalidArgument(f"config must be a reduce_scatter Config, got {config!r}")
             self._shard = elements(self.out_shape)
@@ -306,12 +307,5 @@ def reduce_scatter(
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    call = Call("reduce_scatter", x, out, team=team, stream=stream)
-    with call:
-        source = call.operand(x, "x")
-        plan = call.plan(
-            ReduceScatter, source.shape, source.dtype, op, out_dtype=out_dtype, algorithm=algorithm
-        )
-        target = call.target(out, plan.out_shape, plan.out_dtype)
-        plan(source, target, stream=call.stream)
-    return call.finish(target)
+    options = {"op": op, "out_dtype": out_dtype, "algorithm": algorithm}
+    return one_line(ReduceScatter, x, out, team, stream, options)

@@ -12,6 +12,7 @@ import numpy as np
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.block import Block
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.graph import hold
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
@@ -116,13 +117,23 @@ class Array:
     def data_ptr(self) -> int:
         """Address of the first element; what makes the array a kernel argument.
 
-        Notes that the current stream uses the array. Raises Closed after free or close.
+        Notes that the stream of this thread's latest launch, or of `world.on`, uses the array.
+        Raises Closed after free or close.
         """
+        if self._block.last[0] != self.world.here.launching:
+            self._note_launch()
+        return self._address
+
+    def _note_launch(self) -> None:
         self._block.check()
-        self._block.stream = self.world.driver.launch_stream()
+        driver = self.world.driver
+        stream = driver.launch_stream()
+        if driver.recorded_elsewhere(stream):
+            hold(self.world, self._block)
+            return
+        self._block.note(stream)
         if self.world.recording is not None:
             self.world.recording.keep(self)
-        return self._address
 
     # ---- views
     def peer(self, rank: int) -> Array:
@@ -210,7 +221,7 @@ class Array:
         if is_left:
             world.driver.read(staging.ctypes.data, self._address + low, nbytes)
         else:
-            stream = self._block.stream or world.stream.handle
+            stream = self._block.settled(world.stream.handle)
             with world.surfacing():
                 world.driver.copy_out(staging.ctypes.data, self._address + low, nbytes, stream)
             world.check()
@@ -290,7 +301,7 @@ class Array:
             "strides": None if self.is_contiguous else self.strides,
             "typestr": self.dtype.str,
             "data": (self._address, False),
-            "stream": self._block.stream or self.world.stream.handle,
+            "stream": self._block.settled(self.world.stream.handle),
         }
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -304,7 +315,7 @@ class Array:
             view = self.numpy()
         else:
             with self.world.surfacing():
-                self._block.wait()
+                self._block.wait(self.world.stream.handle)
             self.world.check()
             owner, released = self._block.export()
             view = dlpack.numpy_view(

@@ -1,4 +1,4 @@
-"""Pieces of memory behind arrays: who owns them, which stream used them last, who else holds them.
+"""Pieces of memory behind arrays: who owns them, which streams used them last, who else holds them.
 
 A block is shared by all views of an array and by everything the array was exported to. The
 last reference that goes marks a symmetric block as dropped (ranks agree on reclaiming it later)
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tdx.runtime.errors import Closed, InvalidArgument
-from tdx.runtime.stream import order
+from tdx.runtime.stream import NOWHERE, follow
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
@@ -50,19 +50,25 @@ class Exports:
 
 
 class Block:
-    """Memory of `nbytes` bytes at `address`; `stream` is where it was last used, 0: nowhere."""
+    """Memory of `nbytes` bytes at `address`; `stream` is where it was last used, or NOWHERE.
+
+    `last` has that stream first, then others with uses that it does not come after.
+    """
 
     symmetric = False
+    freed = False
+    _held = 0
 
-    def __init__(self, driver: Driver, exports: Exports, address: int, nbytes: int, name: str):
+    def __init__(
+        self, driver: Driver, exports: Exports, address: int, nbytes: int, name: str,
+        stream: int = NOWHERE,
+    ):  # fmt: skip
         self.driver = driver
         self.exports = exports
         self.address = address
         self.nbytes = nbytes
         self.name = name
-        self.freed = False
-        self._held = 0
-        self.last = [0]  # the stream, where also the finalizer sees it
+        self.last = [stream]  # where also the finalizer sees it
 
     @property
     def stream(self) -> int:
@@ -79,19 +85,38 @@ class Block:
         if self.freed:
             raise Closed(f"array {self.name} was freed")
 
+    def note(self, stream: int) -> None:
+        """A launch of the user's own on `stream` is about to use the block, in no order.
+
+        Reads on several streams need none; whoever comes next waits for all of them.
+        """
+        others = [used for used in self.last if used not in (stream, NOWHERE)]
+        self.last[:] = [stream, *others]
+
     def enter(self, stream: int) -> None:
-        """Work on `stream` is about to use the block: order it after the last use elsewhere."""
-        if self.stream != stream:
-            if self.stream:
+        """Work on `stream` is about to use the block: order it after all uses elsewhere."""
+        last = self.last
+        if last[0] != stream or len(last) > 1:
+            if last != [NOWHERE]:
                 if self.driver.capturing(stream):
                     return  # what is recorded does not run now: the replay enters
-                order(self.driver, self.stream, stream)
-            self.stream = stream
+                for used in last:
+                    follow(self.driver, used, stream)
+            last[:] = [stream]
 
-    def wait(self) -> None:
-        """Block the calling thread until the last use is done."""
-        if self.stream:
-            self.driver.stream_synchronize(self.stream)
+    def settled(self, default: int) -> int:
+        """A stream that is there and comes after all uses: the last one, or else `default`."""
+        stream = self.last[0]
+        alone = len(self.last) == 1 and stream != NOWHERE
+        if alone and self.driver.left_at(stream) is None:
+            return stream
+        self.enter(default)
+        return default
+
+    def wait(self, default: int) -> None:
+        """Block the calling thread until all uses are done, by way of stream `default`."""
+        if self.last != [NOWHERE]:
+            self.driver.stream_synchronize(self.settled(default))
 
     def export(self) -> tuple[object, Callable[[], None]]:
         """Note a consumer: (owner to keep alive, what to call when it is done)."""
@@ -118,18 +143,26 @@ class Block:
 class LocalBlock(Block):
     """Memory of the own device only."""
 
+    address = 0  # for `__del__`, if there is no memory
+
     def __init__(self, driver: Driver, exports: Exports, nbytes: int, name: str, stream: int):
-        super().__init__(driver, exports, driver.alloc(max(1, nbytes), stream), nbytes, name)
-        self.stream = stream
+        Block.__init__(
+            self, driver, exports, driver.alloc(nbytes or 1, stream), nbytes, name, stream
+        )
 
     def free(self) -> None:
         super().free()
-        self.driver.free(self.address, self.stream)
+        self.driver.free(self.address, self.last[0], self.last[1:])
+        self.last[:] = [NOWHERE]
 
     def __del__(self) -> None:
-        # cheaper than weakref.finalize, which other blocks use; `freed` is missing if alloc failed
-        if not getattr(self, "freed", True) and not sys.is_finalizing():
-            self.driver.free(self.address, self.stream)
+        # cheaper than weakref.finalize, which other blocks use
+        if self.address and not self.freed and not sys.is_finalizing():
+            last = self.last
+            if len(last) == 1:
+                self.driver.free(self.address, last[0])
+            else:
+                self.driver.free(self.address, last[0], last[1:])
 
 
 class SymmetricBlock(Block):
@@ -147,7 +180,9 @@ class SymmetricBlock(Block):
 
     def free(self) -> None:
         self.check()
-        self.wait()  # the next owner of the memory may use it on any stream
+        # the next owner of the memory may use it on any stream
+        self.wait(self.driver.current_stream())
         super().free()
+        self.last[:] = [NOWHERE]
         self._finalizer.detach()
         self.region.heap.free(self.offset - self.region.start)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tdx.runtime.block import Exports
 from tdx.runtime.errors import TdxError
 from tdx.runtime.mpi_end import skip_mpi_finalize, watch_at_exit
+from tdx.runtime.stream import Here
 from tdx.runtime.window import Window
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def give_up(world: World) -> None:
 def _mark(world: World, why: str) -> None:
     world.closed, world.recording, world.exports.closed = True, None, why
     world.plans.clear()
+    world.captured.clear()
+    world.here = Here()
     world.teardown.add(world.streams.close)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from tdx.runtime import dlpack
 from tdx.runtime.config import config
 from tdx.runtime.errors import Unsupported
-from tdx.runtime.stream import DEFAULT_STREAM, order
+from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, finished, follow
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
@@ -36,7 +36,7 @@ class Copies:
         """Where a copy into the block is queued."""
         if self._world.recording is not None:
             return self._driver.current_stream()  # another one would not be recorded
-        return block.stream or self._world.stream.handle
+        return block.settled(self._world.stream.handle)
 
     def source(self, producer: Any, stream: int) -> Imported:
         """Memory of a NumPy array or DLPack producer, ready for a copy on `stream`."""
@@ -114,7 +114,7 @@ class Copies:
         """
         if self._driver.info.dlpack_type == dlpack.CPU:
             with self._world.surfacing():
-                block.wait()
+                block.wait(self._world.stream.handle)
             self._world.check()
         elif stream == -1:
             if config.debug and self._is_pending(block):
@@ -125,14 +125,17 @@ class Copies:
                     RuntimeWarning,
                     stacklevel=3,
                 )
-        elif block.stream:
-            order(self._driver, block.stream, DEFAULT_STREAM if stream is None else int(stream))
+        else:
+            for used in block.last:
+                follow(self._driver, used, DEFAULT_STREAM if stream is None else int(stream))
 
     def _is_pending(self, block: Block) -> bool:
-        stream = block.stream
-        if not stream or self._driver.capturing(stream):  # what is recorded does not run now
-            return False
-        return not self._driver.stream_query(stream)
+        return any(
+            # what is recorded does not run now
+            not self._driver.capturing(used) and not finished(self._driver, used)
+            for used in block.last
+            if used != NOWHERE
+        )
 
 
 def _pieces(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -295,10 +296,9 @@ def import_array(obj: Any, stream: int | None = None) -> Imported:
     return _parse(_request(obj, arguments), (device_type, device_id))
 
 
-def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Strides in bytes of a contiguous row-major array."""
-    if len(shape) == 1:
-        return (itemsize,)
     strides = []
     step = itemsize
     for extent in reversed(shape):

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from tdx.runtime.errors import Closed, InvalidArgument, TdxError
 from tdx.runtime.signals import Usage
-from tdx.runtime.stream import order, stream_handle
+from tdx.runtime.stream import follow, order, stream_handle
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["Graph", "graph"]
+__all__ = ["Graph", "graph", "hold"]
 
 
 class Graph:
@@ -93,13 +93,24 @@ class Graph:
             raise Closed("the graph holds nothing: it is still recording, or its block failed")
         target = self._stream if stream is None else stream_handle(stream)
         # arrays remember the recording's stream: keep it in step with where the work runs
-        order(world.driver, self._stream, target)
+        follow(world.driver, self._stream, target)
         for join in self._before:
             join(target)
         for usage, calls in self._calls.items():
             usage.add(calls)
         world.driver.graph_launch(self._handle, target)
-        order(world.driver, target, self._stream)
+        if world.driver.left_at(self._stream) is None:
+            order(world.driver, target, self._stream)
+        else:
+            world.driver.mark(self._stream, target)
+
+
+def hold(world: World, *objects: Any) -> None:
+    """Hold what a graph of another library uses until the world is closed.
+
+    Nobody tells when such a graph is gone.
+    """
+    world.captured.update((id(each), each) for each in objects)
 
 
 def graph(world: World) -> Graph:

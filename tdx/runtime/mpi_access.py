@@ -32,8 +32,8 @@ def mpi_access(world: World, arrays: Sequence[Any], gpu_aware: bool | None) -> I
     if world.backend != "host":
         _require_gpu_aware(world.backend, gpu_aware)
     with world.surfacing():
-        for stream in {array._block.stream for array in arrays} - {0}:
-            world.driver.stream_synchronize(stream)
+        for array in arrays:
+            array._block.wait(world.stream.handle)
     world.check()
     # nothing to do at the end: what the caller queues afterwards comes after what MPI has done
     yield arrays[0] if len(arrays) == 1 else tuple(arrays)

@@ -47,17 +47,22 @@ class Channel(NamedTuple):
 class Usage(Entry):
     """How often an operation was called, replays of graphs included, and where the last time."""
 
-    __slots__ = ("code", "line")
+    __slots__ = ("code", "instruction")
 
     def __init__(self, board: CallBoard | None = None, key: int = 0, text: str = ""):
         super().__init__(board, key, text)
         self.code: CodeType | None = None
-        self.line = 0
+        self.instruction = 0  # where in the code, in bytes: cheaper to ask for than the line
 
     @property
     def location(self) -> str:
         """ "file:line", or nothing."""
-        return f"{self.code.co_filename}:{self.line}" if self.code else ""
+        if self.code is None:
+            return ""
+        for start, end, line in self.code.co_lines():
+            if start <= self.instruction < end and line is not None:
+                return f"{self.code.co_filename}:{line}"
+        return self.code.co_filename
 
     def call_of(self, expected: int) -> int:
         """The call that waits for `expected`, 32 bits: signals of plans count their calls.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,28 @@ from tdx.runtime.errors import Closed, InvalidArgument
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
 
-__all__ = ["DEFAULT_STREAM", "Event", "Stream", "Streams", "order", "stream_handle"]
+__all__ = [
+    "DEFAULT_STREAM", "NOWHERE", "Event", "Here", "Stream", "Streams", "finished", "follow",
+    "order", "stream_handle",
+]  # fmt: skip
 
-DEFAULT_STREAM = 1  # CUDA's other name for its stream 0, which stands for no stream here
+DEFAULT_STREAM = 1  # the default stream's other name: 0 also means that no stream is given
+NOWHERE = -1  # where memory was used that has not been used
+
+
+class Here(threading.local):
+    """Where each thread queues its work.
+
+    Attributes
+    ----------
+    stream : int
+        Where plain launches go; not there in a thread that has launched nothing.
+    launching : int or None
+        Where the launch under way, or the latest, goes. None: arrays must ask.
+    """
+
+    stream: int
+    launching: int | None = None
 
 
 class Event:
@@ -128,6 +148,27 @@ def order(driver: Driver, before: int, after: int) -> None:
         driver.stream_wait(after, event)
     finally:
         driver.event_destroy(event)
+
+
+def follow(driver: Driver, used: int, stream: int) -> None:
+    """Later work of `stream` waits for what tdx has queued on stream `used`, which may be gone."""
+    if used in (NOWHERE, stream):
+        return
+    event = driver.left_at(used)
+    if event is None:
+        order(driver, used, stream)
+    elif event:
+        driver.stream_wait(stream, event)
+
+
+def finished(driver: Driver, used: int) -> bool:
+    """Whether what tdx has queued on stream `used`, which may be gone, is done."""
+    if used == NOWHERE:
+        return True
+    event = driver.left_at(used)
+    if event is None:
+        return driver.stream_query(used)
+    return not event or driver.event_query(event)
 
 
 def stream_handle(stream: Any) -> int:

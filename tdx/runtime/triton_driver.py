@@ -7,7 +7,11 @@ them. Adding the library where a backend parses its options covers `kernel[grid]
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +20,9 @@ from typing import Any
 import tdx
 
 LIBRARY_VERSION = 1  # raised with every change of a file in tdx/language/device
+
+_COMPILE_S = 120.0  # how long to wait for another process that compiles a kernel
+_LOCK_FILES = 1024
 
 _original: dict[Any, Any] = {}
 _lock = threading.Lock()
@@ -68,6 +75,46 @@ def device_library_installed() -> Iterator[None]:
     finally:
         if not was_installed:
             remove_device_library()
+
+
+@contextmanager
+def compiled_once(kernel: Any, named: dict[str, Any]) -> Iterator[None]:
+    """Compile `kernel` in the block: the first process of the host does, the others wait for it.
+
+    They then find it in Triton's cache, all at once. A lock ends with the process that holds it;
+    who waits longer than two minutes, or where files cannot be locked, compiles as well.
+    """
+    from triton import knobs
+
+    text = f"{kernel.cache_key} {named}".encode()
+    # not more files than that: kernels that share one at most wait for each other
+    number = int.from_bytes(hashlib.sha256(text).digest()[:4], "big") % _LOCK_FILES
+    try:
+        os.makedirs(knobs.cache.dir, exist_ok=True)
+        path = os.path.join(knobs.cache.dir, f"tdx-compiles-{number}.lock")
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:
+        yield
+        return
+    try:
+        if not _locked(file, fcntl.LOCK_EX):
+            deadline = time.monotonic() + _COMPILE_S
+            while not _locked(file, fcntl.LOCK_SH) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(file)
+
+
+def _locked(file: int, kind: int) -> bool:
+    """Whether nobody else holds a lock that stands against this one, which is held now."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system has no locks
+        return True
+    return True
 
 
 def _with_library(parse_options: Any) -> Any:

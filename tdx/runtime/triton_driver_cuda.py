@@ -19,7 +19,11 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime import _allocation
 
 from tdx.runtime.errors import DriverError, TdxError, Unsupported
-from tdx.runtime.triton_driver import install_device_library, remove_device_library
+from tdx.runtime.triton_driver import (
+    compiled_once,
+    install_device_library,
+    remove_device_library,
+)
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.cuda import CudaDriver
@@ -65,8 +69,9 @@ class _TritonDriver(StockDriver):
         arch = int(driver.info.arch.removeprefix("sm_"))
         self._target = GPUTarget("cuda", arch, 32)
         self.get_device_capability = lambda device=0: divmod(arch, 10)
-        self.get_current_device = lambda: driver.info.index
-        self.get_current_stream = lambda device=0: driver.launch_stream()
+        index = driver.info.index
+        self.get_current_device = lambda: index
+        self.get_current_stream = driver.launch_stream
         self.set_current_device = lambda device: driver.bind_thread()
 
     def get_current_target(self) -> GPUTarget:
@@ -209,7 +214,8 @@ def compile_kernel(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> C
     Raises DriverError for whatever goes wrong in Triton.
     """
     try:
-        compiled = kernel.run(*args, grid=(1,), warmup=True, **named)
+        with compiled_once(kernel, named):
+            compiled = kernel.run(*args, grid=(1,), warmup=True, **named)
         metadata = compiled.metadata
         if metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
             raise Unsupported(f"{compiled.name}: kernels with clusters or scratch memory")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from tdx import abi
 from tdx.runtime.errors import HeapExhausted
 from tdx.runtime.heap import Heap, HeapFull, format_bytes
+from tdx.runtime.stream import finished
 from tdx.runtime.undo import Undo
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class Region:
         window.map(start, first_bytes, f"{name} heap of {format_bytes(first_bytes)}", ranks)
         self._mapped = first_bytes
         self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes)
-        self._last: dict[int, list[int]] = {}  # dropped block -> stream of its last use
+        self._last: dict[int, list[int]] = {}  # dropped block -> streams of its last uses
         self.waits_first = False  # for queued work, before it grows
         # what to try first: releases plans that nobody refers to any more
         self.before_reclaim: Callable[[], object] = lambda: None
@@ -235,7 +236,7 @@ class Region:
             return full
 
     def drop(self, offset: int, last: list[int]) -> None:
-        """Note that this rank no longer uses the block, last used on stream `last[0]`."""
+        """Note that this rank no longer uses the block, last used on the streams in `last`."""
         self._last[offset - self.start] = last
         self.heap.drop(offset - self.start)
 
@@ -243,10 +244,10 @@ class Region:
         """Reclaim what all ranks have dropped and no queued work uses; waits for no work."""
         self.before_reclaim()
         # dropped first, streams after: finalizers go on dropping meanwhile
-        dropped = [(offset, self._last[offset][0]) for offset in self.heap.dropped()]
-        streams = {stream for _, stream in dropped if stream}
-        busy = {stream for stream in streams if not self.window.driver.stream_query(stream)}
-        mine = [offset for offset, stream in dropped if stream not in busy]
+        dropped = [(offset, self._last[offset]) for offset in self.heap.dropped()]
+        streams = {stream for _, last in dropped for stream in last}
+        busy = {stream for stream in streams if not finished(self.window.driver, stream)}
+        mine = [offset for offset, last in dropped if busy.isdisjoint(last)]
         payload = struct.pack(f"<{len(mine)}Q", *mine)
         what = f"{self.name} heap is full at {label}"
         everybody = self.window.channel.allgather(payload, what, self.ranks)

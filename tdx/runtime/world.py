@@ -7,7 +7,6 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,6 +77,7 @@ class World(Group):
         self.timeout_s = timeout_s
         self.channels = channel
         self.driver = driver
+        self.here = driver.here
         self.device = driver.info
         self.backend = driver.info.backend
         self.closed = False
@@ -86,6 +86,7 @@ class World(Group):
         self.plans: dict[Any, Any] = {}  # one-line functions keep their plans here
         self.process = os.getpid()
         self.exports = Exports()
+        self.captured: dict[int, Any] = {}  # see graph.hold
         self._sites = Sites()
         self._teams: dict[int, tuple[int, ...]] = {0: self.ranks}
         self._plans_made: dict[int, int] = {}  # group -> how many
@@ -144,9 +145,11 @@ class World(Group):
 
     def local(self, shape: tuple[int, ...], dtype: np.dtype, name: str) -> Array:
         """`empty` in local memory, of a shape and dtype that have been checked."""
-        size, stream = dtype.itemsize, self.driver.current_stream()
-        block = LocalBlock(self.driver, self.exports, math.prod(shape) * size, name, stream)
-        return Array(self, block, block.address, shape, dlpack.row_major(shape, size), dtype)
+        size, driver = dtype.itemsize, self.driver
+        nbytes = math.prod(shape) * size
+        block = LocalBlock(driver, self.exports, nbytes, name, driver.current_stream())
+        strides = dlpack.row_major(shape, size)
+        return Array(self, block, block.address, shape, strides, dtype, self.rank)
 
     def zeros(
         self, shape: Any, dtype: Any, symmetric: bool = True, name: str | None = None
@@ -275,12 +278,13 @@ class World(Group):
     def on(self, stream: Any) -> Iterator[None]:
         """Plain `kernel[grid](...)` launches of this thread go to `stream` inside the block."""
         self.check()
-        outer = self.driver.current_stream()
-        self.driver.set_current_stream(stream_handle(stream))
+        outer, inner = self.driver.current_stream(), stream_handle(stream)
+        self.driver.set_current_stream(inner)
         try:
             yield
         finally:
             self.driver.set_current_stream(outer)
+            self.driver.mark(inner)
 
     # ---- waiting and errors
     def barrier(self) -> None:
@@ -382,12 +386,7 @@ class World(Group):
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
             return

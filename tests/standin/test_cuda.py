@@ -12,12 +12,14 @@ import pytest
 
 from tests.helpers.cases import skip
 from tests.helpers.commands import tdx_environment
-from tests.standin import exchange, failures, use  # noqa: F401  # declare their scenarios
+from tests.standin import exchange, failures, lifetimes, use  # noqa: F401  # declare their scenarios
 from tests.standin.fake import build
 from tests.standin.ranks import SIZES
 
 # in a process of their own: they need one that is set up badly, or leave one in ruins
-_ALONE = {"old_driver", "no_library", "no_binding", "no_compiler", "every_verb_of_close"}
+_ALONE = {
+    "old_driver", "no_library", "no_binding", "no_compiler", "every_verb_of_close", "one_compiles",
+}  # fmt: skip
 _LIMIT_S = 120.0
 _SIZES = sorted({size for sizes in SIZES.values() for size in sizes})
 
@@ -101,6 +103,10 @@ def test_close_fails(library: Path, size: int):
 @pytest.mark.parametrize("size", SIZES["no_compiler"])
 def test_no_compiler(library: Path, tmp_path: Path, size: int):
     run_alone(library, size, "no_compiler", TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_one_compiles(library: Path, tmp_path: Path):
+    run_alone(library, 3, "one_compiles", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["old_driver", "no_binding"])

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
+    from tdx.runtime.stream import Here
+
 __all__ = ["DeviceInfo", "Driver"]
 
 
@@ -52,6 +54,7 @@ class Driver(Protocol):
     """The verbs. `stream` is always the handle of a stream of the same driver."""
 
     info: DeviceInfo
+    here: Here
 
     def close(self) -> None:
         """Wait for the device, then release everything the driver itself holds."""
@@ -113,8 +116,8 @@ class Driver(Protocol):
     def alloc(self, nbytes: int, stream: int) -> int:
         """Local device memory, 256-byte aligned, usable in stream order."""
 
-    def free(self, address: int, stream: int) -> None:
-        """Return local memory once the work queued on `stream` is done."""
+    def free(self, address: int, stream: int, others: Sequence[int] = ()) -> None:
+        """Return local memory once the work queued on `stream` and the others is done."""
 
     def host_alloc(self, nbytes: int) -> int:
         """Zeroed host memory that kernels can write and the host reads without a call."""
@@ -173,6 +176,25 @@ class Driver(Protocol):
 
     def event_elapsed(self, start: int, end: int) -> float:
         """Milliseconds between two records of timing events that are done."""
+
+    # ---- streams of other libraries, which may destroy them and record graphs of their own
+    def owns(self, stream: int) -> bool:
+        """Whether the driver made the stream, so that nobody else records or destroys it."""
+
+    def mark(self, stream: int, at: int | None = None) -> None:
+        """Remember this point, after work on a stream that may be gone when it matters.
+
+        `at`: the stream on which that work is done, if it is another one.
+        """
+
+    def left_at(self, stream: int) -> int | None:
+        """The event at the last mark, 0 if there is nothing to wait for.
+
+        None: the stream lives as long as the driver; ask the stream.
+        """
+
+    def recorded_elsewhere(self, stream: int) -> bool:
+        """Whether another library is recording what is queued on the stream."""
 
     # ---- graphs
     def capture_begin(self, stream: int) -> None:

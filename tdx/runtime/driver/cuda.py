@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +13,14 @@ from tdx.runtime.driver.cuda_device import NO_CONTEXT, call, cu
 from tdx.runtime.driver.cuda_kernel import BoundKernel
 from tdx.runtime.driver.cuda_memory import CudaMemory
 from tdx.runtime.errors import InvalidArgument, TdxError
-from tdx.runtime.stream import DEFAULT_STREAM
+from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, Here, follow
 
 __all__ = ["CudaDriver"]
 
 _NOT_READY = int(cu.CUresult.CUDA_ERROR_NOT_READY)
-_DEFAULT_STREAMS = (0, 1, 2)  # the context's, legacy and per thread
+_LEGACY_STREAMS = (0, 1)  # the context's default streams, which nobody can record
+_DEFAULT_STREAMS = (*_LEGACY_STREAMS, 2)  # and the one of each thread
+_MARKS = 64  # events for streams of others; more while so many have work
 _NON_BLOCKING = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
 
 
@@ -28,11 +29,13 @@ class CudaDriver(CudaMemory):
 
     def __init__(self, local_rank: int, local_size: int):
         self._streams: set[int] = set()
+        self._lasting = set(_DEFAULT_STREAMS)  # streams that are there until the driver is closed
+        self._marks: dict[int, int] = {}  # other streams -> the event after their last work
         self._events: set[int] = set()
         self._graphs: set[int] = set()
         self._recording = 0
         self._closed = False
-        self._current = threading.local()
+        self.here = Here()
         self._default_stream = 0
         self._shim: Any = None
         try:
@@ -100,11 +103,13 @@ class CudaDriver(CudaMemory):
     def stream_create(self, priority: int) -> int:
         made = self._call("making a stream", cu.cuStreamCreateWithPriority, _NON_BLOCKING, priority)
         self._streams.add(int(made))
+        self._lasting.add(int(made))
         return int(made)
 
     def stream_destroy(self, stream: int) -> None:
         if stream in self._streams and not self._forked():
             self._streams.discard(stream)
+            self._lasting.discard(stream)
             self._free_spare(stream)
             self._call("destroying a stream", cu.cuStreamDestroy, stream)
 
@@ -152,6 +157,46 @@ class CudaDriver(CudaMemory):
             self.again(what, code, verb, handle)
         return code != _NOT_READY
 
+    # ---- streams of other libraries
+    def owns(self, stream: int) -> bool:
+        return stream in self._streams
+
+    def mark(self, stream: int, at: int | None = None) -> None:
+        at = stream if at is None else at
+        if stream in self._lasting or (not self.owns(at) and self.capturing(at)):
+            return
+        event = self._marks.pop(stream, 0) or self._new_mark()
+        self._marks[stream] = event
+        self.event_record(event, at)
+
+    def left_at(self, stream: int) -> int | None:
+        # CUDA gives the handle of a destroyed stream to a new one when its work is done
+        return None if stream in self._lasting else self._marks.get(stream, 0)
+
+    def _following(self, stream: int, others: Sequence[int]) -> int:
+        """The stream, once it waits for the others; NOWHERE if it cannot now."""
+        if self._recording or stream not in self._streams:
+            return NOWHERE
+        lasting = self._lasting.intersection(others)
+        if any(self.recorded_elsewhere(other) for other in lasting):
+            return NOWHERE
+        for other in others:
+            follow(self, other, stream)
+        return stream
+
+    def _new_mark(self) -> int:
+        """An event; marks that have been reached go, those of the least recent streams first."""
+        for stream, event in list(self._marks.items()):
+            if len(self._marks) < _MARKS or not self.event_query(event):
+                break
+            self.event_destroy(self._marks.pop(stream))
+        return self.event_create(timing=False)
+
+    def recorded_elsewhere(self, stream: int) -> bool:
+        if stream in self._streams or stream in _LEGACY_STREAMS or self._recording:
+            return False
+        return self.capturing(stream)
+
     # ---- graphs
     def capture_begin(self, stream: int) -> None:
         if self._recording:
@@ -163,6 +208,7 @@ class CudaDriver(CudaMemory):
         mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._call("starting to record a graph", cu.cuStreamBeginCapture, stream, mode)
         self._recording = stream
+        self.here.launching = None
 
     def capture_end(self, stream: int) -> int:
         if self._recording != stream:
@@ -185,6 +231,7 @@ class CudaDriver(CudaMemory):
 
     def graph_launch(self, graph: int, stream: int) -> None:
         self._call("launching a graph", cu.cuGraphLaunch, graph, stream)
+        self.mark(stream)
 
     def graph_destroy(self, graph: int) -> None:
         if graph in self._graphs and not self._forked():
@@ -202,29 +249,35 @@ class CudaDriver(CudaMemory):
 
     def current_stream(self) -> int:
         try:
-            return self._current.stream
+            return self.here.stream
         except AttributeError:  # this thread's first launch, which needs the context
             self.bind_thread()
-            self._current.stream = self._default_stream
+            self.here.stream = self._default_stream
             return self._default_stream
 
     def set_current_stream(self, stream: int) -> None:
         if not self._default_stream:
             self._default_stream = stream
         self.bind_thread()
-        self._current.stream = stream
+        self.here.stream, self.here.launching = stream, None
 
-    def launch_stream(self) -> int:
+    def launch_stream(self, device: int = 0) -> int:
         """Where a plain launch goes: as current_stream, but to PyTorch's stream if it is in use.
 
         A program that has PyTorch on the GPU launches kernels on its tensors too; those keep
         PyTorch's stream unless the caller chose one with `world.on` or is recording a graph.
         """
-        stream = self.current_stream()
-        plain = stream == self._default_stream
-        torch = sys.modules.get("torch") if plain else None
-        if torch is not None and self._recording != stream and torch.cuda.is_initialized():
-            return int(torch._C._cuda_getCurrentRawStream(self.info.index)) or DEFAULT_STREAM
+        here = self.here
+        try:
+            stream = here.stream
+        except AttributeError:
+            stream = self.current_stream()
+        if "torch" in sys.modules and stream == self._default_stream != self._recording:
+            torch = sys.modules["torch"]
+            if torch is not None and torch.cuda.is_initialized():
+                stream = int(torch._C._cuda_getCurrentRawStream(self.info.index)) or DEFAULT_STREAM
+                self._lasting.add(stream)  # PyTorch never destroys its streams
+        here.launching = None if self._recording or self.recorded_elsewhere(stream) else stream
         return stream
 
     def bind(

@@ -86,6 +86,8 @@ def _failure(what: str, code: Any) -> TdxError:
 
 
 _kept: set[str] = set()  # GPUs whose primary context outlives the world
+_forks: list[int] = []  # one for each fork between the process that was started and this one
+os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
 
 
 class CudaDevice:
@@ -97,7 +99,7 @@ class CudaDevice:
     info: DeviceInfo
 
     def __init__(self, local_rank: int, local_size: int):
-        self._process = os.getpid()
+        self._forks = len(_forks)
         self._teardown = Undo()
         count = _start()
         index = local_rank % count
@@ -150,7 +152,7 @@ class CudaDevice:
 
     def _forked(self) -> bool:
         """Whether this is a forked copy of the process, which cannot use the GPU."""
-        return os.getpid() != self._process
+        return len(_forks) != self._forks
 
     def _require(self, index: int) -> None:
         for which, what in (

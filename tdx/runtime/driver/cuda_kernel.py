@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tdx.runtime.driver.cuda_device import call, cu
 from tdx.runtime.errors import DriverError
 from tdx.runtime.faults import Pointer
+from tdx.runtime.stream import NOWHERE
 from tdx.runtime.triton_driver_cuda import compile_kernel
 
 if TYPE_CHECKING:
@@ -44,35 +45,42 @@ class BoundKernel:
         self._filling = threading.Lock()  # until the driver has taken what was filled in
 
     def __call__(self, stream: int, *operands: Any) -> None:
-        with self._filling:
-            self._launch(self._fill(stream, operands))
-
-    def _launch(self, layout: _Layout) -> None:
-        code = cuLaunchKernelEx(*layout.launch)[0]
-        if code:
-            self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
+        addresses, low = [], 0
+        for op in operands:
+            address = op.address
+            addresses.append(address)
+            low |= address
+        filling = self._filling
+        filling.acquire()  # in half the time of `with`
+        try:
+            layout = self._unaligned(addresses) if low % _VECTOR else self._aligned
+            layout.values[: len(addresses)] = addresses
+            if stream != layout.stream:
+                layout.stream = stream
+                layout.config.hStream = cu.CUstream(stream)
+                layout.lasting = self._driver.left_at(stream) is None
+            code = cuLaunchKernelEx(*layout.launch)[0]
+            if code:
+                self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
+            if not layout.lasting:
+                self._driver.mark(stream)
+        finally:
+            filling.release()
 
     def bare(self, stream: int, *operands: Any) -> Callable[[], Any]:
-        """The driver call alone, repeating one launch: what there is to measure against."""
-        return functools.partial(cuLaunchKernelEx, *self._fill(stream, operands).launch)
+        """The driver call alone, which repeats one launch: what there is to measure against.
 
-    def _fill(self, stream: int, operands: Sequence[Any]) -> _Layout:
-        """The layout for these operands, with their addresses and the stream in it."""
-        layout = self._aligned
-        values = layout.values
-        low = 0
-        for index, op in enumerate(operands):
-            values[index] = address = op.address
-            low |= address
-        if low % _VECTOR:
-            offsets = tuple(1 if op.address % _VECTOR else 0 for op in operands)
-            layout = self._others.get(offsets) or self._layout(offsets)
-            self._others[offsets] = layout
-            for index, op in enumerate(operands):
-                layout.values[index] = op.address
-        if stream != layout.stream:
-            layout.stream = stream
-            layout.config.hStream = cu.CUstream(stream)
+        The operands are aligned to 16 bytes.
+        """
+        self(stream, *operands)
+        return functools.partial(cuLaunchKernelEx, *self._aligned.launch)
+
+    def _unaligned(self, addresses: Sequence[int]) -> _Layout:
+        """The layout for operands that are not all aligned like the usual ones."""
+        offsets = tuple(1 if address % _VECTOR else 0 for address in addresses)
+        layout = self._others.get(offsets)
+        if layout is None:
+            layout = self._others[offsets] = self._layout(offsets)
         return layout
 
     def _layout(self, offsets: tuple[int, ...]) -> _Layout:
@@ -96,7 +104,8 @@ class _Layout:
         self.values = (ctypes.c_int64 * len(words))(*words)
         start = ctypes.addressof(self.values)
         self._table = (ctypes.c_void_p * len(words))(*(start + 8 * i for i in range(len(words))))
-        self.stream = 0
+        self.stream = NOWHERE
+        self.lasting = True  # is the stream there until the world is closed?
         self.config = cu.CUlaunchConfig()
         self.config.gridDimX = grid
         self.config.gridDimY = self.config.gridDimZ = 1

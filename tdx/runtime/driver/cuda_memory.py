@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tdx import abi
@@ -76,6 +76,15 @@ class CudaMemory(CudaDevice):
         )  # fmt: skip
 
     def capturing(self, stream: int) -> bool:
+        raise NotImplementedError
+
+    def recorded_elsewhere(self, stream: int) -> bool:
+        raise NotImplementedError
+
+    def mark(self, stream: int, at: int | None = None) -> None:
+        raise NotImplementedError
+
+    def _following(self, stream: int, others: Sequence[int]) -> int:
         raise NotImplementedError
 
     def stream_synchronize(self, stream: int) -> None:
@@ -204,11 +213,15 @@ class CudaMemory(CudaDevice):
         nbytes = -(-nbytes // _UNIT) * _UNIT
         spare = self._spare.get((nbytes, stream))
         if spare:
-            with contextlib.suppress(IndexError):  # another thread may get there first
+            try:
                 address = spare.pop()
+            except IndexError:  # another thread got there first
+                address = 0
+            if address:
                 self._spare_bytes -= nbytes
                 return address
-        recorded = bool(self._recording)  # memory must not become part of a graph that is recorded
+        # memory must not become part of a graph that is recorded
+        recorded = bool(self._recording) or self.recorded_elsewhere(stream)
         taker = self._side if recorded else stream
         args = (f"allocating {nbytes} bytes", cu.cuMemAllocFromPoolAsync, nbytes, self._pool, taker)
         try:
@@ -217,20 +230,23 @@ class CudaMemory(CudaDevice):
             self._make_room()
             address = int(self._call(*args))
         self._allocated[address] = nbytes
-        if recorded:
+        if self._recording:
             self._call("waiting for memory", cu.cuStreamSynchronize, self._side)
         return address
 
-    def free(self, address: int, stream: int) -> None:
+    def free(self, address: int, stream: int, others: Sequence[int] = ()) -> None:
         """Return the memory in stream order where the stream is ours, else when all is idle.
 
         A foreign stream may be gone when a finalizer comes here.
         """
         if self._forked():
             return
-        if not self._try_free(address, stream, idle=self._closed):
+        if others and not self._closed:
+            stream = self._following(stream, others)
+        if not self._try_free(address, stream, self._closed):
             self._late.append((address, stream))
-        self._last_gone()
+        if self._closed:
+            self._last_gone()
 
     def _try_free(self, address: int, stream: int, idle: bool) -> bool:
         """Give memory back if it can be now; `idle`: no stream of the device has work."""
@@ -240,7 +256,11 @@ class CudaMemory(CudaDevice):
         nbytes = self._allocated[address]
         if ours and not idle and self._spare_bytes + nbytes <= _SPARE_BYTES:
             self._spare_bytes += nbytes
-            self._spare.setdefault((nbytes, stream), []).append(address)
+            key = (nbytes, stream)
+            if key in self._spare:
+                self._spare[key].append(address)
+            else:
+                self._spare[key] = [address]
             return True
         if ours and self.capturing(stream):
             return False
@@ -292,6 +312,7 @@ class CudaMemory(CudaDevice):
     # ---- copies
     def copy(self, dst: int, src: int, nbytes: int, stream: int, keep: object = None) -> None:
         self._call("copying", cu.cuMemcpyAsync, dst, src, nbytes, stream)
+        self.mark(stream)
 
     def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._refuse_recorded("copying from the host", stream)
@@ -332,6 +353,8 @@ class CudaMemory(CudaDevice):
         piece.dstDevice, piece.dstPitch = dst, dst_pitch
         piece.WidthInBytes, piece.Height = width, rows
         self._call("copying rows", cu.cuMemcpy2DAsync, piece, stream)
+        self.mark(stream)
 
     def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         self._call("filling memory", cu.cuMemsetD8Async, dst, value, nbytes, stream)
+        self.mark(stream)

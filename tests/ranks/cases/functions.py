@@ -51,6 +51,47 @@ def case_numpy(world, dtype):
     assert_same_bits(out, reduced(given))
 
 
+@worlds(1, 3)
+def case_repeated(world):
+    """A call like an earlier one gives the same with all kinds of results and operands."""
+    team = world.team(range(world.size))
+    size = (2 * world.size, 5)
+    given = everybody(world, size, "float32")
+    mine, bias = world.array(given[world.rank]), values(9, 5, "float32")
+    tdx_bias = world.array(bias)
+    blocks = np.array_split(reduced(given), world.size)
+    for function, options, expected in (
+        (tdx.all_reduce, {}, reduced(given)),
+        (tdx.all_reduce, {"op": "max"}, np.maximum.reduce(given)),
+        (tdx.all_reduce, {"bias": tdx_bias}, reduced(given, bias=bias)),
+        (tdx.all_reduce, {"bias": bias}, reduced(given, bias=bias)),
+        (tdx.all_gather, {}, np.concatenate(given)),
+        (tdx.reduce_scatter, {}, blocks[world.rank]),
+        (tdx.all_to_all, {}, np.concatenate([g[2 * world.rank :][:2] for g in given])),
+        (tdx.broadcast, {"root": world.size - 1}, given[-1]),
+    ):
+        out, kept = world.empty(expected.shape, "float32"), []
+        for turn in range(3):
+            for group in (None, team):
+                kept.append(function(mine, **options, team=group))
+                assert_same_bits(kept[-1].numpy(), expected)
+            assert function(mine, **options, out=out) is out
+            assert_same_bits(out.numpy(), expected)
+            foreign = np.zeros(expected.shape, "float32")
+            function(mine, **options, out=foreign)
+            assert_same_bits(foreign, expected)
+            assert len({x._address for x in kept}) == 2 * turn + 2  # fresh while they are held
+        with pytest.raises(InvalidArgument, match="shape"):
+            function(mine, **options, out=world.empty((1, 1, 1), "float32"))
+    with pytest.raises(InvalidArgument, match="not a team"):
+        tdx.all_reduce(mine, team=7)
+    with pytest.raises(InvalidArgument, match="no option has"):
+        tdx.all_reduce(mine, op=["sum"])
+    mine.free()
+    with pytest.raises(Closed, match="was freed"):
+        tdx.all_reduce(mine)
+
+
 @worlds(2)
 def case_numpy_products(world):
     a, b = values(world.rank, (6, 20), "bfloat16"), values(9, (20, 14), "bfloat16")

@@ -8,7 +8,6 @@ Triton's interpreter semantics (interpreter.py, builder.py).
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from tdx.runtime.driver.host.kernel import KernelRun, PreparedKernel
 from tdx.runtime.driver.host.memory import HostMemory, available_bytes
 from tdx.runtime.errors import HeapExhausted, InvalidArgument
 from tdx.runtime.faults import Pointer
+from tdx.runtime.stream import Here
 
 __all__ = ["HostDriver"]
 
@@ -47,7 +47,7 @@ class HostDriver(HostMemory):
             dlpack_type=1,
         )
         self._local: dict[int, Any] = {}
-        self._thread_stream = threading.local()
+        self.here = Here()
         self._default_stream = 0
         self._previous: Any = None
         self.device = Device()
@@ -90,11 +90,12 @@ class HostDriver(HostMemory):
         self._local[address] = block
         return address
 
-    def free(self, address: int, stream: int) -> None:
+    def free(self, address: int, stream: int, others: Sequence[int] = ()) -> None:
         block = self._local.pop(address, None)
-        handle = self.device.streams.get(stream)
-        if block is not None and handle is not None and handle.queue:
-            self.device.enqueue(stream, lambda: Call(partial(_keep, block)))
+        for number in (stream, *others):
+            handle = self.device.streams.get(number)
+            if block is not None and handle is not None and handle.queue:
+                self.device.enqueue(number, lambda: Call(partial(_keep, block)))
 
     def host_alloc(self, nbytes: int) -> int:
         return self.alloc(nbytes, 0)
@@ -178,6 +179,18 @@ class HostDriver(HostMemory):
     def capture_end(self, stream: int) -> int:
         return self.device.capture_end(stream)
 
+    def owns(self, stream: int) -> bool:
+        return True
+
+    def mark(self, stream: int, at: int | None = None) -> None:
+        """All streams are the driver's own."""
+
+    def left_at(self, stream: int) -> int | None:
+        return None
+
+    def recorded_elsewhere(self, stream: int) -> bool:
+        return False
+
     def capturing(self, stream: int) -> bool:
         graph = self.device.capture
         return graph is not None and stream in graph.streams
@@ -203,14 +216,15 @@ class HostDriver(HostMemory):
         triton.runtime.driver._active = self._previous
 
     def current_stream(self) -> int:
-        return getattr(self._thread_stream, "handle", self._default_stream)
+        return getattr(self.here, "stream", self._default_stream)
 
     def set_current_stream(self, stream: int) -> None:
         if not self._default_stream:
             self._default_stream = stream
-        self._thread_stream.handle = stream
+        self.here.stream = stream
 
-    launch_stream = current_stream
+    def launch_stream(self, device: int = 0) -> int:
+        return self.current_stream()
 
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]

@@ -1,0 +1,86 @@
+"""What calls cost on the host, without a GPU: `python -m tests.standin.host_cost`.
+
+The driver is the stand-in, whose launch costs little, so that the difference to the first row is
+tdx's own time. Rows are measured in turn, many times, and medians printed: other load of the
+machine then hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import triton
+
+from tests.standin.fake import build
+from tests.standin.ranks import Rank
+
+_ROUNDS, _CALLS = 300, 40
+
+
+@triton.jit
+def empty_kernel(x, y, n):
+    pass
+
+
+class Plain:
+    """As little as stock Triton asks of an argument."""
+
+    dtype = "fp32"
+
+    def __init__(self, address: int):
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def rows() -> Iterator[tuple[str, Callable[[], object]]]:
+    """(what, call to be measured)"""
+    import tdx
+    from tdx.kernels.operand import operand
+
+    world = Rank().init()
+    x, y = world.zeros(1024, np.float32), world.zeros(1024, np.float32)
+    plain, other = Plain(x.data_ptr()), Plain(y.data_ptr())
+    run = world.driver.bind(empty_kernel, 1, (x.dtype, y.dtype), (7,), {})
+    barrier, plan = tdx.Barrier(world), tdx.AllReduce(world, x.shape, x.dtype)
+    bare = run.bare(world.stream.handle, operand(world, x, "x"), operand(world, y, "y"))
+    yield "prebuilt cuLaunchKernelEx", bare
+    yield "Barrier plan", barrier
+    yield "AllReduce plan", lambda: plan(x, out=y)
+    yield "tdx.barrier()", tdx.barrier
+    yield "tdx.all_reduce(x, out=y)", lambda: tdx.all_reduce(x, out=y)
+    yield "tdx.all_reduce(x)", lambda: tdx.all_reduce(x)
+    yield "kernel[grid], plain pointers", lambda: empty_kernel[(1,)](plain, other, 7)
+    yield "kernel[grid], tdx arrays", lambda: empty_kernel[(1,)](x, y, 7)
+
+
+def main() -> None:
+    calls = list(rows())
+    samples: list[list[float]] = [[] for _ in calls]
+    for _ in range(_ROUNDS):
+        for taken, (_, call) in zip(samples, calls, strict=True):
+            call()
+            start = time.perf_counter()
+            for _ in range(_CALLS):
+                call()
+            taken.append((time.perf_counter() - start) / _CALLS * 1e6)
+    for taken, (what, _) in zip(samples, calls, strict=True):
+        line = f"{what:>32} {statistics.median(taken):8.2f} us, least {min(taken):.2f}"
+        sys.stdout.write(line + "\n")
+
+
+if __name__ == "__main__":
+    if os.environ.get("TDX_HOST_COST") is None:
+        folder = build(Path(tempfile.mkdtemp()))
+        paths = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        environment = os.environ | {"LD_LIBRARY_PATH": ":".join(paths), "TDX_HOST_COST": "1"}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.standin.host_cost"], environment)
+    main()
