@@ -1,4 +1,4 @@
-"""Scenarios of memory used on several streams, and of streams and graphs of other libraries."""
+"""Scenarios of what is shared: memory by streams, streams by libraries, kernels by ranks."""
 
 from __future__ import annotations
 
@@ -243,3 +243,24 @@ def graphs_of_others(rank: Rank) -> None:
         cu.cuGraphDestroy(graph)
         cu.cuGraphExecDestroy(executable)
         del taken
+
+
+@scenario(3)
+def one_compiles(rank: Rank) -> None:
+    """With an empty cache each kernel is compiled by one rank, and loaded by the others."""
+    from triton import knobs
+
+    import tdx
+
+    compiled: list[str] = []
+
+    def listen(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            compiled.append(metadata["hash"])
+
+    knobs.compilation.listener = listen
+    with rank.init() as world:
+        for algorithm in ("one_shot", "low_latency"):
+            tdx.AllReduce(world, (1000,), np.float32, algorithm=algorithm)
+    everybody = [key for theirs in rank.comm.allgather(compiled) for key in theirs]
+    assert len(everybody) == len(set(everybody)) == 2, everybody
