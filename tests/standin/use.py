@@ -262,27 +262,6 @@ def graphs_hold_memory(rank: Rank) -> None:
     world.close()
 
 
-@scenario(3)
-def one_compiles(rank: Rank) -> None:
-    """With an empty cache each kernel is compiled by one rank, and loaded by the others."""
-    from triton import knobs
-
-    import tdx
-
-    compiled: list[str] = []
-
-    def listen(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
-        if not cache_hit:
-            compiled.append(metadata["hash"])
-
-    knobs.compilation.listener = listen
-    with rank.init() as world:
-        for algorithm in ("one_shot", "low_latency"):
-            tdx.AllReduce(world, (1000,), np.float32, algorithm=algorithm)
-    everybody = [key for theirs in rank.comm.allgather(compiled) for key in theirs]
-    assert len(everybody) == len(set(everybody)) == 2, everybody
-
-
 @scenario(1)
 def queries_of_a_new_thread(rank: Rank) -> None:
     """Asking for what is not ready is no error in a thread that never used the GPU."""

@@ -1,4 +1,4 @@
-"""Scenarios of memory used on several streams, and of streams and graphs of other libraries."""
+"""Scenarios of what is shared: memory by streams, streams by libraries, kernels by ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import triton
 
+from tdx.runtime.stream import DEFAULT_STREAM
 from tests.standin.ranks import Rank, scenario
 
 
@@ -131,7 +132,7 @@ def next_use_waits_for_all_streams(rank: Rank) -> None:
 
 @scenario(1)
 def default_stream(rank: Rank) -> None:
-    """The default stream has handle 0, and is waited for like any other."""
+    """The default stream, 0 or 1, is waited for like any other."""
     import tdx
 
     with rank.leaves_modules():
@@ -142,7 +143,7 @@ def default_stream(rank: Rank) -> None:
             plan(given, stream=0)
         with waits(world.driver) as seen:
             plan(x)
-        assert set(seen) == {(world.stream.handle, 0)}, seen
+        assert set(seen) == {(world.stream.handle, DEFAULT_STREAM)}, seen
         world.close()
         del plan, x, y
 
@@ -243,3 +244,24 @@ def graphs_of_others(rank: Rank) -> None:
         cu.cuGraphDestroy(graph)
         cu.cuGraphExecDestroy(executable)
         del taken
+
+
+@scenario(3)
+def one_compiles(rank: Rank) -> None:
+    """With an empty cache each kernel is compiled by one rank, and loaded by the others."""
+    from triton import knobs
+
+    import tdx
+
+    compiled: list[str] = []
+
+    def listen(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            compiled.append(metadata["hash"])
+
+    knobs.compilation.listener = listen
+    with rank.init() as world:
+        for algorithm in ("one_shot", "low_latency"):
+            tdx.AllReduce(world, (1000,), np.float32, algorithm=algorithm)
+    everybody = [key for theirs in rank.comm.allgather(compiled) for key in theirs]
+    assert len(everybody) == len(set(everybody)) == 2, everybody
