@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 
-from tests.standin import failures, use  # noqa: F401  # declare their scenarios
+from tests.standin import failures, products, use  # noqa: F401  # declare their scenarios
 from tests.standin.ranks import SCENARIOS, Rank
 
 

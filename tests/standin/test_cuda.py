@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.cases import skip
 from tests.helpers.commands import tdx_environment
-from tests.standin import failures, use  # noqa: F401  # declare their scenarios
+from tests.standin import failures, products, use  # noqa: F401  # declare their scenarios
 from tests.standin.fake import build
 from tests.standin.ranks import SIZES
 
