@@ -154,6 +154,7 @@ class AllGatherMatmul(Plan):
             self._single = not shape_b or hasattr(shape_b[0], "__index__")
             self.shapes_b = [plain_shape(s) for s in ([shape_b] if self._single else shape_b)]
             self.product = Product.make(world, dtype, **product)
+            self.dtype = self.product.dtype
             check_algorithm(self.operation, algorithm, ("fused",))
             if chunks_per_rank is None:
                 chunks_per_rank = constants(world.backend).chunks_per_rank
@@ -164,7 +165,7 @@ class AllGatherMatmul(Plan):
             self.config = self.product.tile(config, world.backend, self._rows, widest, self._depth)
             self._traced = trace
             shared.update(
-                a=self.shape_a, count_b=len(self.shapes_b), dtype=self.product.dtype,
+                a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype,
                 chunks_per_rank=chunks_per_rank, block_m=self.config.block_m,
             )  # fmt: skip
         with self.preparation():
@@ -190,8 +191,8 @@ class AllGatherMatmul(Plan):
         size = self.group.size
         block_m = self.config.block_m if chunks > 1 else 1  # no ragged tile at a chunk's end
         shape = (self._rows, self._depth)
-        scaled, dtype, out = self.product.scaled, self.product.dtype, self.product.out_dtype
-        self._gathering = Gathering(self, shape, dtype, chunks, block_m, scaled)
+        scaled, out = self.product.scaled, self.product.out_dtype
+        self._gathering = Gathering(self, shape, self.dtype, chunks, block_m, scaled)
         lead = (size * self.shape_a[0], *self.shape_a[1:-1])
         self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
@@ -201,7 +202,7 @@ class AllGatherMatmul(Plan):
             self._traces.append(self.world.zeros((max(1, tiles),), "int32", symmetric=False))
         self._kernels: dict[Any, Callable[..., None]] = {}
         for i, (_, n) in enumerate(self.shapes_b):
-            self._consumer(i, (n, 1), 0, dtype)
+            self._consumer(i, (n, 1), 0, self.dtype)
 
     def _tiles(self, columns: int) -> int:
         """Tiles of one chunk."""
@@ -219,7 +220,7 @@ class AllGatherMatmul(Plan):
         Without `out` the plan's own buffers are returned, overwritten by its next call.
         """
         world, product, count = self.world, self.product, len(self.shapes_b)
-        x = self.input(a, self.shape_a, product.dtype, "a")
+        x = self.input(a, self.shape_a, self.dtype, "a")
         bs, outs, biases, scales = (
             _for_each_b(value, count, self._single, what)
             for value, what in ((b, "b"), (out, "out"), (bias, "bias"), (scale_b, "scale_b"))
@@ -257,7 +258,7 @@ class AllGatherMatmul(Plan):
             tiles = self._tiles(n) * gathering.chunks * self.group.size
             self._kernels[key] = self.bind(
                 consume_kernel, blocks_for(self.world, tiles, gathering.blocks),
-                (product.dtype, product.out_dtype, bias, product.scale_dtype),
+                (self.dtype, product.out_dtype, bias, product.scale_dtype),
                 gathering.buffer, gathering.scales, gathering.progress, gathering.epoch,
                 self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
                 gathering.chunks, *strides, TRACE=self._traced, **product.constants,
@@ -347,6 +348,6 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
         plan(x, ys, targets, stream=call.stream, **extras)
         if return_gathered:
             whole = plan.gathered()
-            targets.append(call.target(None, whole.shape, whole.dtype))
+            targets.append(call.target(None, whole.shape, plan.dtype))
             call.copy(whole, targets[-1])
     return call.finish(targets[0] if len(targets) == 1 and single else tuple(targets))

@@ -82,7 +82,7 @@ def tile_product(
         x = tl.load(a_tile + a_at, mask=a_inside & (rk[None, :] < left), other=0.0)
         y = tl.load(b_tile + b_at, mask=(rk[:, None] < left) & b_inside, other=0.0)
         if x.dtype.is_fp8():
-            # sm_90 sums up float8 in fewer bits than 24; every so many go on in float32
+            # sm_90 adds products of float8 in less than float32: no more of them than this
             total = tl.dot(x, y, total, max_num_imprecise_acc=BK if BK < 128 else 128)
         else:
             total = tl.dot(x, y, total, input_precision=PRECISION)

@@ -158,7 +158,7 @@ class MatmulAllReduce(ReducedProduct):
     operation = "matmul_all_reduce"
     algorithms = ALGORITHMS
 
-    def choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
+    def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         self._rows = elements(self.shape_a[:-1])
         count, size, backend = self._rows * self.shape_b[1], self.group.size, self.world.backend
         partial, result = self.partial_dtype.itemsize, self.product.out_dtype.itemsize
@@ -181,7 +181,7 @@ class MatmulAllReduce(ReducedProduct):
             width //= 2
         return replace(tile, block_n=width, num_warps=min(tile.num_warps, 4))
 
-    def build(self, buffer: bool) -> None:
+    def _build(self, buffer: bool) -> None:
         size, config, whole = self.group.size, self.config, self.algorithm == "one_shot"
         tile, columns = config.block_m * config.block_n, self.shape_b[1]
         self._tiles = -(-self._rows // config.block_m) * -(-columns // config.block_n)
@@ -198,21 +198,21 @@ class MatmulAllReduce(ReducedProduct):
             owned, self._rows, columns,
         )  # fmt: skip
         self.out_shape = (*self.shape_a[:-1], columns)
-        self.buffer = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
+        self._out = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
         self._kernels: dict[Any, Callable[..., None]] = {}
-        self._kernel((self.shape_a[-1], 1, columns, 1), (0, 0), self.product.dtype)
+        self._kernel((self.shape_a[-1], 1, columns, 1), (0, 0), self.dtype)
 
     def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
         """Queue the operation; returns `out`, or the plan's buffer when it is None.
 
         `out` must not overlap a or b. `extras`: bias, scale_a and scale_b, as matmul has them.
         """
-        ops = self.operands(a, b, out, **extras)
+        ops = self._operands(a, b, out, **extras)
         run = self._kernel(ops.strides, ops.steps, ops.bias.dtype)
         handle = self.begin(stream, *ops[:6])
         if self._tiles:
             run(handle, *ops[:6])
-        return self.buffer if out is None else out
+        return self._out if out is None else out
 
     def _kernel(
         self, strides: tuple[int, ...], steps: tuple[int, int], bias: Any
@@ -224,7 +224,7 @@ class MatmulAllReduce(ReducedProduct):
             scale = product.scale_dtype
             self._kernels[key] = self.bind(
                 fused_kernel, self._blocks,
-                (product.dtype, product.dtype, scale, scale, product.out_dtype, bias),
+                (self.dtype, self.dtype, scale, scale, product.out_dtype, bias),
                 *self._shared, k, *strides, **product.constants, RANKS=self.group.size,
                 ONE_SHOT=self.algorithm == "one_shot",
                 **product.product_constants(self.config, k, n, strides[:2], strides[2:], steps),

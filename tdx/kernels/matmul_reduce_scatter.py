@@ -129,7 +129,7 @@ class MatmulReduceScatter(ReducedProduct):
 
     operation = "matmul_reduce_scatter"
 
-    def choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
+    def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         first, size = self.shape_a[0], self.group.size
         if first % size:
             raise InvalidArgument(
@@ -140,7 +140,7 @@ class MatmulReduceScatter(ReducedProduct):
         tile = self.product.tile(config, self.world.backend, self._rows, columns, depth)
         return tile, algorithm or "fused"
 
-    def build(self, buffer: bool) -> None:
+    def _build(self, buffer: bool) -> None:
         size, config, columns = self.group.size, self.config, self.shape_b[1]
         self._tiles = -(-self._rows // config.block_m) * -(-columns // config.block_n)
         slots = (2 * size, max(1, self._rows * columns))
@@ -149,18 +149,18 @@ class MatmulReduceScatter(ReducedProduct):
         epoch = self.world.zeros((1,), "int32", symmetric=False)
         self._shared = (partials, signals, epoch, self.group.handle, self._rows, columns)
         self.out_shape = (self.shape_a[0] // size, *self.shape_a[1:-1], columns)
-        self.buffer = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
+        self._out = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
         self._kernels: dict[Any, Callable[..., None]] = {}
         self._begin = self.bind(begin_kernel, 1, (), epoch, num_warps=1)
         self._producer((self.shape_a[-1], 1, columns, 1), (0, 0))
-        self._reducer(self.product.dtype)
+        self._reducer(self.dtype)
 
     def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
         """Queue the operation; returns `out`, or the plan's buffer when it is None.
 
         `extras`: bias, scale_a and scale_b, as matmul has them.
         """
-        ops = self.operands(a, b, out, **extras)
+        ops = self._operands(a, b, out, **extras)
         produce = self._producer(ops.strides, ops.steps)
         reduce = self._reducer(ops.bias.dtype)
         handle = self.begin(stream, *ops[:6])
@@ -168,14 +168,14 @@ class MatmulReduceScatter(ReducedProduct):
             self._begin(handle)
             produce(handle, ops.a, ops.b, ops.scale_a, ops.scale_b)
             reduce(handle, ops.out, ops.bias)
-        return self.buffer if out is None else out
+        return self._out if out is None else out
 
     def _producer(self, strides: tuple[int, ...], steps: tuple[int, int]) -> Callable[..., None]:
         """The product of operands of these strides, bound at first use."""
         key = (strides, steps)
         if key not in self._kernels:
             product, (k, n) = self.product, self.shape_b
-            kinds = (product.dtype, product.dtype, product.scale_dtype, product.scale_dtype)
+            kinds = (self.dtype, self.dtype, product.scale_dtype, product.scale_dtype)
             self._kernels[key] = self.bind(
                 produce_kernel, blocks_for(self.world, self._tiles * self.group.size), kinds,
                 *self._shared, k, *strides,

@@ -60,7 +60,7 @@ class ReducedProduct(Plan):
 
     algorithms: ClassVar[tuple[str, ...]] = ("fused",)
     out_shape: tuple[int, ...]
-    buffer: Array | None  # what calls without `out` return
+    _out: Array | None  # what calls without `out` return
 
     def __init__(
         self,
@@ -79,24 +79,25 @@ class ReducedProduct(Plan):
         with self.agreement(world, team) as shared:
             self.shape_a, self.shape_b = plain_shape(shape_a), plain_shape(shape_b)
             self.product = Product.make(world, dtype, **product)
+            self.dtype = self.product.dtype
             out = self.product.out_dtype
             self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
             self._check(algorithm)
-            self.config, self.algorithm = self.choose(config, algorithm)
+            self.config, self.algorithm = self._choose(config, algorithm)
             shared.update(
-                a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], dtype=self.product.dtype,
+                a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], dtype=self.dtype,
                 partial_dtype=self.partial_dtype, bias=self.product.bias,
                 activation=self.product.activation, out_dtype=out, algorithm=self.algorithm,
                 tile=(self.config.block_m, self.config.block_n, self.config.group_m),
             )  # fmt: skip
         with self.preparation():
-            self.build(buffer)
+            self._build(buffer)
 
-    def choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
+    def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         """Check the shapes; the tile and the algorithm."""
         raise NotImplementedError
 
-    def build(self, buffer: bool) -> None:
+    def _build(self, buffer: bool) -> None:
         """Allocate, and bind the kernels."""
         raise NotImplementedError
 
@@ -112,7 +113,7 @@ class ReducedProduct(Plan):
         if self.shape_a[-1] != self.shape_b[0]:
             raise InvalidArgument(f"a {self.shape_a} and b {self.shape_b} differ in K")
 
-    def operands(
+    def _operands(
         self, a: Any, b: Any, out: Any, bias: Any = None, scale_a: Any = None, scale_b: Any = None
     ) -> Operands:
         """Check what a call was given."""
@@ -122,7 +123,7 @@ class ReducedProduct(Plan):
             raise InvalidArgument(f"a has shape {x.shape}, the plan takes {self.shape_a}")
         product.check(x, y, *self.shape_b)
         _, *strides = flattened(x)
-        to = self.output(out, self.buffer, self.out_shape, product.out_dtype)
+        to = self.output(out, self._out, self.out_shape, product.out_dtype)
         vector = product.check_bias(world, bias, self.shape_b[1], x)
         left, step_a = product.check_scale(world, scale_a, x.shape[:-1], "scale_a", x)
         right, step_b = product.check_scale(world, scale_b, y.shape[1:], "scale_b", x)

@@ -270,7 +270,9 @@ def tile_for(backend: str, m: int, n: int, k: int, itemsize: int) -> tuple[int, 
             columns //= 2
         elif itemsize == 1 and backend == "hip":  # gfx942 converts float8, in registers
             depth_bytes //= 2
-        if itemsize < 4 and (k % 16 or n % 16):  # single elements are loaded, each with its own mask
+        if itemsize < 4 and (
+            k % 16 or n % 16
+        ):  # single elements are loaded, each with its own mask
             rows, columns, depth_bytes = rows // 2, columns // 2, depth_bytes // 2
     least = FLOAT8_DEPTH if itemsize == 1 else 16
     limits = ((rows, m, 16), (columns, n, 16), (depth_bytes // itemsize, k, least))

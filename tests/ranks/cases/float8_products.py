@@ -16,7 +16,7 @@ KIND = "float8_e4m3fn"
 SMALL = Config(32, 32, 32, num_warps=4)
 SHAPES = [(2, 16, 3), (7, 33, 20), (16, 16, 16), (40, 65, 50), (17, 8, 129)]
 # of a, of b
-SCALES = [("one", "one"), ("each", "each"), ("each", "one"), ("array", "each"), (None, "each")]
+SCALES = [("one", "one"), ("each", "each"), ("scalar", "one"), ("array", "each"), (None, "each")]
 
 
 def scale(kind, count, salt):
@@ -24,7 +24,8 @@ def scale(kind, count, salt):
     if kind is None:
         return None
     each = (2.0 ** (np.arange(count) % 7 - 3) * (1 + salt / 8)).astype(np.float32)
-    return {"one": 0.5 + salt / 8, "array": each[:1], "each": each}[kind]
+    one = 0.5 + salt / 8
+    return {"one": one, "scalar": np.array(one, "f4"), "array": each[:1], "each": each}[kind]
 
 
 def scaled(x, factor, axis):
@@ -128,6 +129,20 @@ def case_reduced(world, kinds):
             close(result, wanted)
             # the same partial sums, added in the same order
             assert_same_bits(result.numpy(), whole)
+
+
+@worlds(1, 2)
+def case_empty(world):
+    x, y = world.zeros((2 * world.size, 32), KIND), world.zeros((32, 5), KIND)
+    left, right = np.ones(2 * world.size, "f4"), np.ones(5, "f4")
+    for call in (tdx.matmul, tdx.all_gather_matmul, tdx.matmul_reduce_scatter,
+                 tdx.matmul_all_reduce):  # fmt: skip
+        assert call(x[:0], y, scale_a=left[:0], scale_b=right).size == 0
+        assert call(x, y[:, :0], scale_a=left, scale_b=right[:0]).size == 0
+        a, b = world.empty((2 * world.size, 0), KIND), world.empty((0, 5), KIND)
+        result = call(a, b, scale_a=left, scale_b=right).numpy()
+        assert result.size
+        assert not result.any()
 
 
 def _plans(world):
