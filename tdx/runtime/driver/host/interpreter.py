@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -42,6 +43,7 @@ Launcher = Callable[[PreparedKernel, dict[str, Any]], None]
 _builder: HostBuilder | None = None
 _launcher: Launcher | None = None
 _rewritten: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+_rewriting = threading.Lock()  # CPython 3.11 fails (SystemError) where two threads parse at a time
 
 
 class _NoScope:
@@ -135,7 +137,8 @@ def _interpreted(function: Any) -> Callable[..., Any]:
     raw = function.fn
     rewritten = _rewritten.get(raw)
     if rewritten is None:
-        rewritten = _rewritten[raw] = _Rewriter(raw).rewrite_ast()
+        with _rewriting:
+            rewritten = _rewritten[raw] = _Rewriter(raw).rewrite_ast()
     return rewritten
 
 
