@@ -39,7 +39,14 @@ from tdx.kernels.matmul import (
 )
 from tdx.kernels.operand import elements, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
-from tdx.kernels.product import Config, Product, ProductOptions, blocks_for, given_operand
+from tdx.kernels.product import (
+    Config,
+    Product,
+    ProductOptions,
+    blocks_for,
+    given_operand,
+    takes_options,
+)
 from tdx.kernels.select import constants
 from tdx.runtime.array import Array
 from tdx.runtime.errors import InvalidArgument
@@ -134,6 +141,7 @@ class AllGatherMatmul(Plan):
 
     operation = "all_gather_matmul"
 
+    @takes_options(Product.make)
     def __init__(
         self,
         world: World,
@@ -299,6 +307,7 @@ def _for_each_b(value: Any, count: int, single: bool, what: str) -> list[Any]:
     return values
 
 
+@takes_options(ProductOptions)
 def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **options: Any) -> Any:
     """act(gather(a) . b + bias), the gather overlapped with the product. Collective over `team`.
 

@@ -37,7 +37,7 @@ from tdx.kernels.matmul import (
     tile_product,
 )
 from tdx.kernels.operand import elements
-from tdx.kernels.product import Config, ProductOptions
+from tdx.kernels.product import Config, ProductOptions, takes_options
 from tdx.kernels.reduced_product import ReducedProduct, reduced_product
 from tdx.kernels.select import cheapest, constants
 
@@ -232,6 +232,7 @@ class MatmulAllReduce(ReducedProduct):
         return self._kernels[key]
 
 
+@takes_options(ProductOptions)
 def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: Any) -> Any:
     """act(sum over ranks of a . b, + bias), on every rank. Collective over `team`.
 

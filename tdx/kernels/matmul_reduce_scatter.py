@@ -34,7 +34,7 @@ from tdx.kernels.matmul import (
     tile_product,
 )
 from tdx.kernels.operand import elements
-from tdx.kernels.product import Config, ProductOptions, blocks_for
+from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_options
 from tdx.kernels.reduced_product import ReducedProduct, reduced_product
 from tdx.language.signal import no_fault
 from tdx.runtime.errors import InvalidArgument
@@ -196,6 +196,7 @@ class MatmulReduceScatter(ReducedProduct):
         return self._kernels[bias]
 
 
+@takes_options(ProductOptions)
 def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **options: Any) -> Any:
     """This rank's rows of act(sum over ranks of a . b, + bias). Collective over `team`.
 

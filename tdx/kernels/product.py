@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,7 +28,10 @@ __all__ = [
     "ProductOptions",
     "blocks_for",
     "given_operand",
+    "takes_options",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 _FLOAT8 = "float8_e4m3fn"
@@ -70,7 +74,7 @@ class Config:
             )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ProductOptions:
     """Options of the one-line functions, as `matmul` has them."""
 
@@ -264,6 +268,19 @@ def _constant(world: World, value: float, what: str) -> Operand:
         return operand(world, array, what)
 
     return remembered(world, "scale", value, make)
+
+
+def takes_options(source: Any) -> Callable[[F], F]:
+    """Name the keywords of `source` in the signature of a function that passes them on to it."""
+    named = [p for p in inspect.signature(source).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        function.__signature__ = own.replace(parameters=kept + named)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
 
 
 def given_operand(call: Call, x: Any, what: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, flattened, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
-from tdx.kernels.product import Config, Product, ProductOptions, given_operand
+from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.errors import DtypeError, InvalidArgument
@@ -62,6 +62,7 @@ class ReducedProduct(Plan):
     out_shape: tuple[int, ...]
     _out: Array | None  # what calls without `out` return
 
+    @takes_options(Product.make)
     def __init__(
         self,
         world: World,
