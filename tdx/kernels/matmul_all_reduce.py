@@ -152,7 +152,8 @@ def fused_kernel(
 class MatmulAllReduce(ReducedProduct):
     """A matrix product and all-reduce of one shape and dtype, ready to be called.
 
-    Parameters and errors are those of ReducedProduct, with algorithm "one_shot" or "two_shot".
+    `algorithm` is "one_shot" or "two_shot"; the other parameters, and the errors, are those of
+    ReducedProduct.
     """
 
     operation = "matmul_all_reduce"
@@ -207,11 +208,11 @@ class MatmulAllReduce(ReducedProduct):
 
         `out` must not overlap a or b. `extras`: bias, scale_a and scale_b, as matmul has them.
         """
-        ops = self._operands(a, b, out, **extras)
-        run = self._kernel(ops.strides, ops.steps, ops.bias.dtype)
-        handle = self.begin(stream, *ops[:6])
+        arrays, strides, steps = self._operands(a, b, out, **extras)
+        run = self._kernel(strides, steps, arrays[-1].dtype)
+        handle = self.begin(stream, *arrays)
         if self._tiles:
-            run(handle, *ops[:6])
+            run(handle, *arrays)
         return self._out if out is None else out
 
     def _kernel(

@@ -123,8 +123,8 @@ def reduce_kernel(
 class MatmulReduceScatter(ReducedProduct):
     """A matrix product and reduce-scatter of one shape and dtype, ready to be called.
 
-    Parameters and errors are those of ReducedProduct; the first axis of a must be a multiple of
-    the ranks.
+    `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; the other parameters, and the
+    errors, are those of ReducedProduct.
     """
 
     operation = "matmul_reduce_scatter"
@@ -160,14 +160,14 @@ class MatmulReduceScatter(ReducedProduct):
 
         `extras`: bias, scale_a and scale_b, as matmul has them.
         """
-        ops = self._operands(a, b, out, **extras)
-        produce = self._producer(ops.strides, ops.steps)
-        reduce = self._reducer(ops.bias.dtype)
-        handle = self.begin(stream, *ops[:6])
+        arrays, strides, steps = self._operands(a, b, out, **extras)
+        *inputs, to, vector = arrays
+        produce, reduce = self._producer(strides, steps), self._reducer(vector.dtype)
+        handle = self.begin(stream, *arrays)
         if self._tiles:
             self._begin(handle)
-            produce(handle, ops.a, ops.b, ops.scale_a, ops.scale_b)
-            reduce(handle, ops.out, ops.bias)
+            produce(handle, *inputs)
+            reduce(handle, to, vector)
         return self._out if out is None else out
 
     def _producer(self, strides: tuple[int, ...], steps: tuple[int, int]) -> Callable[..., None]:

@@ -19,14 +19,12 @@ __all__ = ["Operands", "ReducedProduct", "reduced_product"]
 
 
 class Operands(NamedTuple):
-    """What a call of a ReducedProduct works on."""
+    """What a call of a ReducedProduct works on.
 
-    a: Operand
-    b: Operand
-    scale_a: Operand
-    scale_b: Operand
-    out: Operand
-    bias: Operand
+    `arrays` are a, b, scale_a, scale_b, out and bias.
+    """
+
+    arrays: tuple[Operand, Operand, Operand, Operand, Operand, Operand]
     strides: tuple[int, ...]  # of a, with its leading axes as one, and of b
     steps: tuple[int, int]  # between the scales
 
@@ -128,7 +126,8 @@ class ReducedProduct(Plan):
         vector = product.check_bias(world, bias, self.shape_b[1], x)
         left, step_a = product.check_scale(world, scale_a, x.shape[:-1], "scale_a", x)
         right, step_b = product.check_scale(world, scale_b, y.shape[1:], "scale_b", x)
-        return Operands(x, y, left, right, to, vector, (*strides, *y.strides), (step_a, step_b))
+        arrays = (x, y, left, right, to, vector)
+        return Operands(arrays, (*strides, *y.strides), (step_a, step_b))
 
 
 def reduced_product(
