@@ -208,11 +208,11 @@ class MatmulAllReduce(ReducedProduct):
 
         `out` must not overlap a or b. `extras`: bias, scale_a and scale_b, as matmul has them.
         """
-        arrays, strides, steps = self._operands(a, b, out, **extras)
-        run = self._kernel(strides, steps, arrays[-1].dtype)
-        handle = self.begin(stream, *arrays)
+        ops, strides, steps = self._operands(a, b, out, **extras)
+        run = self._kernel(strides, steps, ops[-1].dtype)
+        handle = self.begin(stream, *ops)
         if self._tiles:
-            run(handle, *arrays)
+            run(handle, *ops)
         return self._out if out is None else out
 
     def _kernel(

@@ -160,10 +160,10 @@ class MatmulReduceScatter(ReducedProduct):
 
         `extras`: bias, scale_a and scale_b, as matmul has them.
         """
-        arrays, strides, steps = self._operands(a, b, out, **extras)
-        *inputs, to, vector = arrays
+        ops, strides, steps = self._operands(a, b, out, **extras)
+        *inputs, to, vector = ops
         produce, reduce = self._producer(strides, steps), self._reducer(vector.dtype)
-        handle = self.begin(stream, *arrays)
+        handle = self.begin(stream, *ops)
         if self._tiles:
             self._begin(handle)
             produce(handle, *inputs)

@@ -118,6 +118,8 @@ class Product:
         One of ACTIVATIONS.
     allow_tf32 : bool
         Whether float32 inputs may be rounded to tf32.
+    scaled : bool
+        Whether inputs have scales: those of float8.
     """
 
     dtype: np.dtype
@@ -125,6 +127,7 @@ class Product:
     bias: bool
     activation: str | None
     allow_tf32: bool
+    scaled: bool
 
     @classmethod
     def make(
@@ -133,23 +136,19 @@ class Product:
     ) -> Product:  # fmt: skip
         """Check the options of a product of `dtype` inputs."""
         dtype, arch = dtypes.resolve(dtype), world.device.arch
-        usual = "bfloat16" if dtype.name == _FLOAT8 else dtype
+        scaled = dtype.name == _FLOAT8
+        usual = "bfloat16" if scaled else dtype
         out = dtypes.resolve(usual if out_dtype is None else out_dtype)
         if dtype.name not in _INPUTS or out.name not in _OUTPUTS:
             raise DtypeError(
                 f"matmul takes {', '.join(_INPUTS)} and gives {', '.join(_OUTPUTS)}; got {dtype} "
                 f"and out_dtype {out}"
             )
-        if dtype.name == _FLOAT8 and arch.startswith("sm_") and int(arch[3:]) < 89:
+        if scaled and arch.startswith("sm_") and int(arch[3:]) < 89:
             raise Unsupported(f"products of {dtype} need sm_89 or later, not {arch}; use bfloat16")
         if activation is not None and activation not in ACTIVATIONS:
             raise InvalidArgument(f"activation={activation!r} is not one of {ACTIVATIONS}")
-        return cls(dtype, out, bias, activation, allow_tf32)
-
-    @property
-    def scaled(self) -> bool:
-        """Whether inputs have scales."""
-        return self.dtype.name == _FLOAT8
+        return cls(dtype, out, bias, activation, allow_tf32, scaled)
 
     @property
     def scale_dtype(self) -> np.dtype:
@@ -237,9 +236,9 @@ class Product:
         `shape` is that of one scale for each row of a, or column of b.
         """
         if not self.scaled:
-            if scale is not None:
-                raise InvalidArgument(f"{what} is for inputs of {_FLOAT8}, not of {self.dtype}")
-            return fallback, 0
+            if scale is None:
+                return fallback, 0
+            raise InvalidArgument(f"{what} is for inputs of {_FLOAT8}, not of {self.dtype}")
         if scale is None or isinstance(scale, Real):
             return _constant(world, 1.0 if scale is None else float(scale), what), 0
         op = operand(world, scale, what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, flattened, operand
@@ -15,18 +15,7 @@ from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
-__all__ = ["Operands", "ReducedProduct", "reduced_product"]
-
-
-class Operands(NamedTuple):
-    """What a call of a ReducedProduct works on.
-
-    `arrays` are a, b, scale_a, scale_b, out and bias.
-    """
-
-    arrays: tuple[Operand, Operand, Operand, Operand, Operand, Operand]
-    strides: tuple[int, ...]  # of a, with its leading axes as one, and of b
-    steps: tuple[int, int]  # between the scales
+__all__ = ["ReducedProduct", "reduced_product"]
 
 
 class ReducedProduct(Plan):
@@ -114,8 +103,12 @@ class ReducedProduct(Plan):
 
     def _operands(
         self, a: Any, b: Any, out: Any, bias: Any = None, scale_a: Any = None, scale_b: Any = None
-    ) -> Operands:
-        """Check what a call was given."""
+    ) -> tuple[tuple[Operand, ...], tuple[int, ...], tuple[int, int]]:
+        """Check what a call was given: the operands, the strides, the steps between scales.
+
+        The operands are a, b, scale_a, scale_b, out and bias; strides are those of a, with its
+        leading axes taken together, and of b.
+        """
         world, product = self.world, self.product
         x, y = operand(world, a, "a"), operand(world, b, "b")
         if x.shape != self.shape_a:
@@ -126,8 +119,7 @@ class ReducedProduct(Plan):
         vector = product.check_bias(world, bias, self.shape_b[1], x)
         left, step_a = product.check_scale(world, scale_a, x.shape[:-1], "scale_a", x)
         right, step_b = product.check_scale(world, scale_b, y.shape[1:], "scale_b", x)
-        arrays = (x, y, left, right, to, vector)
-        return Operands(arrays, (*strides, *y.strides), (step_a, step_b))
+        return (x, y, left, right, to, vector), (*strides, *y.strides), (step_a, step_b)
 
 
 def reduced_product(
@@ -138,8 +130,9 @@ def reduced_product(
     with call:
         x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
         extras = {
-            name: given_operand(call, getattr(options, name), name)
+            name: given_operand(call, given, name)
             for name in ("bias", "scale_a", "scale_b")
+            if (given := getattr(options, name)) is not None
         }
         plan = call.plan(
             kind, x.shape, y.shape, x.dtype, partial_dtype=partial_dtype, **options.of_plan
