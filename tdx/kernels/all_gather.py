@@ -17,7 +17,7 @@ progress     For a consumer kernel that starts before all has arrived. Each rank
              in chunks into every peer's gathered buffer, on a stream of its own, and sets a signal
              there after each chunk. (W - 1) * S bytes out. A rank that enters a call gives every
              peer credit to write into its buffer, so nobody waits for all: only pushes to a late
-             rank, and tiles that need its data, are late.
+             rank, and tiles that need its data, are late. See gathering.py.
 
 Data moves as bytes, in words as wide as size and addresses allow: any element type.
 
@@ -40,19 +40,19 @@ import tdx.language as tdl
 from tdx.kernels.call import one_line
 from tdx.kernels.copy_engine import CopyEngine
 from tdx.kernels.copying import copy_share
+from tdx.kernels.gathering import Gathering
 from tdx.kernels.low_latency import LowLatency, check_low_latency
-from tdx.kernels.operand import Operand, byte_units, elements, operand
+from tdx.kernels.operand import Operand, byte_units, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import ALIGNMENT, Push, aligned, check_overlap
-from tdx.kernels.select import block_bytes, constants, gather_algorithm
+from tdx.kernels.select import block_bytes, gather_algorithm
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
-from tdx.runtime.stream import order
 from tdx.runtime.world import World
 
-__all__ = ["AllGather", "Gathering", "all_gather"]
+__all__ = ["AllGather", "all_gather"]
 
 ALGORITHMS = ("low_latency", "push", "copy_engine", "pull")
 
@@ -79,117 +79,6 @@ def pull_kernel(
             peer = (me + hop) % ranks
             to = out + peer * words
             copy_share(to, tdl.symm_at(slot, peer, world), words, index, parts, BLOCK)
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def enter_kernel(progress, credit, epoch, world, chunks):
-    """Begin a call, the own part being in place: own signals, and credit to every peer."""
-    me = tdl.rank(world)
-    ranks = tdl.num_ranks(world)
-    number = tl.load(epoch) + 1
-    for chunk in range(0, chunks):
-        tdl.notify(progress + me * chunks + chunk, me, world, number)
-    for hop in range(1, ranks):
-        tdl.notify(credit + me, (me + hop) % ranks, world, number)
-    tl.store(epoch, number)
-
-
-@triton.jit(do_not_specialize=["units", "chunk_units", "chunks"])
-def push_kernel(
-    gathered, progress, credit, epoch, world, units, chunk_units, chunks,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Push the own part to the peers, chunk by chunk; a peer's chunks are shared by programs."""
-    me = tdl.rank(world)
-    ranks = tdl.num_ranks(world)
-    number = tl.load(epoch)
-    peers = ranks - 1
-    peer = (me + peers - tl.program_id(0) % peers) % ranks
-    own = gathered + me.to(tl.int64) * units * UNIT
-    theirs = tdl.symm_at(own, peer, world)
-    ok = tdl.wait(credit + peer, world, number, peer=peer)
-    for chunk in range(tl.program_id(0) // peers, chunks, tl.num_programs(0) // peers):
-        begin = tl.cast(chunk, tl.int64) * chunk_units
-        end = tl.minimum(begin + chunk_units, units.to(tl.int64))
-        if ok:
-            words = (end - begin) * UNIT
-            copy_share(theirs + begin * UNIT, own + begin * UNIT, words, 0, 1, BLOCK)
-        tdl.notify(progress + me * chunks + chunk, peer, world, number, when=ok)
-
-
-class Gathering:
-    """A gathered buffer that fills while a consumer kernel reads it. Part of a plan.
-
-    Attributes
-    ----------
-    buffer : Array
-        (W, *shape): the gathered data, symmetric.
-    progress : Array
-        (W * chunks,) int32: signal r * chunks + c reaches `epoch` when chunk c of rank r is there.
-    epoch : Array
-        (1,) int32: the number of the current call, on the device.
-    chunk_rows : int
-        Rows of a chunk along the first axis of `shape`; the last chunk may be shorter.
-    blocks : int
-        Blocks of the kernel that pushes; they must be resident beside the consumer.
-    """
-
-    def __init__(
-        self, plan: Plan, shape: tuple[int, ...], dtype: np.dtype, chunks: int, multiple: int = 1
-    ):
-        """About `chunks` chunks, of rows that are a multiple of `multiple`."""
-        rows = shape[0]
-        self.chunk_rows = max(1, -(-rows // (chunks * multiple))) * multiple
-        self.chunks = max(1, -(-rows // self.chunk_rows))
-        # not the plan itself, which holds this: memory goes back when the plan is dropped
-        self._world, self._group = plan.world, plan.group
-        size = plan.group.size
-        self.buffer = plan.workspace("gathered", (size, *shape), dtype)
-        self.progress = plan.workspace("progress", (size * self.chunks,), np.int32, self.chunks)
-        credit = plan.workspace("credit", (size,), np.int32)
-        self.epoch = plan.world.zeros((1,), np.int32, symmetric=False)
-        self._side = plan.world.streams.lend(self, priority=-1)
-        self._nbytes = elements(shape) * dtype.itemsize
-        chunk_bytes = self.chunk_rows * elements(shape[1:]) * dtype.itemsize
-        word, unit = byte_units(self._nbytes, chunk_bytes)
-        width = word.itemsize
-        most = constants(plan.world.backend).push_blocks // max(1, size - 1)
-        self.blocks = (size - 1) * max(1, min(self.chunks, most))
-        signals = (self.progress, credit, self.epoch, plan.group.handle)
-        self._enter = plan.bind(enter_kernel, 1, (), *signals, self.chunks, num_warps=1)
-        self._push = plan.bind(
-            push_kernel, max(1, self.blocks), (word,), *signals, self._nbytes // (width * unit),
-            chunk_bytes // (width * unit), self.chunks, UNIT=unit,
-            BLOCK=block_bytes(plan.world.backend, self._nbytes) // width, num_warps=8,
-        )  # fmt: skip
-
-    def start(self, x: Operand, stream: int) -> None:
-        """Queue the gathering of contiguous `x`; consumers queued on `stream` may follow at once.
-
-        The previous call must have been joined.
-        """
-        world, group = self._world, self._group
-        if self._nbytes:
-            own = self.buffer._address + group.rank * self._nbytes
-            world.driver.copy(own, x.address, self._nbytes, stream, x.owner)
-        self._enter(stream)
-        if group.size > 1:
-            order(world.driver, stream, self._side.handle)
-            self._push(self._side.handle, operand(world, self.buffer, "buffer"))
-
-    def join(self, stream: int) -> None:
-        """Later work of `stream` waits until the own part was pushed to all peers."""
-        if self._group.size == 1:
-            return
-        world = self._world
-        side = self._side.handle
-        if world.recording is not None and world.driver.capturing(stream) != (
-            world.driver.capturing(side)
-        ):
-            # pushes of an earlier call, not part of the graph: each replay waits for such
-            world.recording.before_replay(self.join)
-        else:
-            order(world.driver, side, stream)
 
 
 class Pull:

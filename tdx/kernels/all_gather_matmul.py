@@ -1,7 +1,7 @@
 """All-gather and matrix product in one: C = act(gather(A) . B + bias), overlapped.
 
 A is split over the ranks along its first axis, B is each rank's own. A push kernel on a stream of
-its own sends the own rows to every peer, chunk by chunk, with a signal after each (all_gather.py).
+its own sends the own rows to every peer, chunk by chunk, with a signal after each (gathering.py).
 The product's persistent blocks take the chunks in the order in which they arrive, the own ones
 first, so that communication hides behind computation:
 
@@ -9,8 +9,8 @@ first, so that communication hides behind computation:
     (W - 1) * S bytes out of each rank, 2 * M * N * K operations,
     time about max(operations / rate, (W - 1) * S / bandwidth) + the first own chunk
 
-Several B (q, k, v; gate and up) share one gather. Bits for one Config do not depend on the order
-of arrival: a tile is one block's sum over K.
+Several B (q, k, v; gate and up) share one gather. float8 rows travel with their scales. Bits for
+one Config do not depend on the order of arrival: a tile is one block's sum over K.
 
 Ordering: when the operation is complete on a rank's stream, its rows were sent, all rows had
 arrived, and A may be reused. The gathered buffer is the plan's: peers write it again once this
@@ -20,6 +20,7 @@ rank has entered its next call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -27,27 +28,26 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.all_gather import Gathering
 from tdx.kernels.call import Call
+from tdx.kernels.gathering import Gathering
 from tdx.kernels.matmul import (
-    Config,
-    Epilogue,
-    blocks_for,
-    check_bias,
-    check_fused,
-    check_product,
-    choose,
     grouped_tile,
     known,
     known_strides,
-    no_scales,
     store_tile,
     tile_product,
 )
 from tdx.kernels.operand import elements, operand
-from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.product import (
+    Config,
+    Product,
+    ProductOptions,
+    blocks_for,
+    given_operand,
+    takes_options,
+)
 from tdx.kernels.select import constants
-from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
@@ -60,11 +60,12 @@ _SIZES = ["rows", "columns", "depth", "chunk_rows", "chunks", "stride_bk", "stri
 
 @triton.jit(do_not_specialize=_SIZES)
 def consume_kernel(
-    b, c, bias, gathered, progress, epoch, trace, world,
+    b, c, bias, scale_b, gathered, scales, progress, epoch, trace, world,
     rows, columns, depth, chunk_rows, chunks, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, EVEN: tl.constexpr, TRACE: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
+    EVEN: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Each block takes its share of every chunk's tiles, chunks in order of arrival."""
     columns = known(columns, EVEN)
@@ -91,8 +92,9 @@ def consume_kernel(
         for tile in range(start, tiles_m * tiles_n, blocks):
             row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
             total = tile_product(
-                gathered + first_row * depth, b, row, col, height, columns, depth,
-                depth, 1, stride_bk, stride_bn, BM, BN, BK, PRECISION,
+                gathered + first_row * depth, b, scales + first_row, scale_b, row, col,
+                height, columns, depth, depth, 1, stride_bk, stride_bn, BM, BN, BK, PRECISION,
+                A_STEP, B_STEP,
             )  # fmt: skip
             store_tile(
                 c + first_row * columns, total, bias, row, col, height, columns, columns, ok,
@@ -124,26 +126,22 @@ class AllGatherMatmul(Plan):
         every rank, N may differ. (Ranks must make plans together: with the one-line function, all
         change their shapes in the same call.)
     dtype
-        float16, bfloat16 or float32.
-    bias : bool
-        Whether calls pass a vector of N elements (one for each b).
-    activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
-    out_dtype, optional
-    allow_tf32 : bool
+        float16, bfloat16, float32 or float8_e4m3fn.
     chunks_per_rank : int, optional
         Signals per rank: finer chunks start earlier and cost more signals.
     trace : bool
         Record how much had arrived when each tile was computed; see `overlap`.
-    config : Config, optional
-    team : Team, optional
-    buffer : bool
-        Whether the plan has result buffers, for calls without `out`.
+    bias : bool
+        Whether calls pass a vector of N elements (one for each b).
+    algorithm, config, team, buffer, activation, out_dtype, allow_tf32
+        See ReducedProduct.
 
-    Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted.
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
     """
 
     operation = "all_gather_matmul"
 
+    @takes_options(Product.make)
     def __init__(
         self,
         world: World,
@@ -151,31 +149,28 @@ class AllGatherMatmul(Plan):
         shape_b: Any,
         dtype: Any,
         *,
-        bias: bool = False,
-        activation: str | None = None,
-        out_dtype: Any = None,
-        allow_tf32: bool = False,
         chunks_per_rank: int | None = None,
         trace: bool = False,
+        algorithm: str | None = None,
         config: Config | None = None,
         team: Group | None = None,
         buffer: bool = True,
+        **product: Any,
     ):
         with self.agreement(world, team) as shared:
             self.shape_a = plain_shape(shape_a)
             self._single = not shape_b or hasattr(shape_b[0], "__index__")
             self.shapes_b = [plain_shape(s) for s in ([shape_b] if self._single else shape_b)]
-            self.dtype = dtypes.resolve(dtype)
-            self.epilogue = Epilogue.make(dtype, bias, activation, out_dtype, allow_tf32)
+            self.product = Product.make(world, dtype, **product)
+            self.dtype = self.product.dtype
+            check_algorithm(self.operation, algorithm, ("fused",))
             if chunks_per_rank is None:
                 chunks_per_rank = constants(world.backend).chunks_per_rank
             self._check(chunks_per_rank)
             *lead, self._depth = self.shape_a
             self._rows = elements(lead)
             widest = max(n for _, n in self.shapes_b)
-            self.config = config or choose(
-                world.backend, self._rows, widest, self._depth, self.dtype
-            )
+            self.config = self.product.tile(config, world.backend, self._rows, widest, self._depth)
             self._traced = trace
             shared.update(
                 a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype,
@@ -204,10 +199,10 @@ class AllGatherMatmul(Plan):
         size = self.group.size
         block_m = self.config.block_m if chunks > 1 else 1  # no ragged tile at a chunk's end
         shape = (self._rows, self._depth)
-        self._gathering = Gathering(self, shape, self.dtype, chunks, block_m)
+        scaled, out = self.product.scaled, self.product.out_dtype
+        self._gathering = Gathering(self, shape, self.dtype, chunks, block_m, scaled)
         lead = (size * self.shape_a[0], *self.shape_a[1:-1])
         self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
-        out = self.epilogue.out_dtype
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
         self._traces = []
         for _, n in self.shapes_b:
@@ -215,7 +210,7 @@ class AllGatherMatmul(Plan):
             self._traces.append(self.world.zeros((max(1, tiles),), "int32", symmetric=False))
         self._kernels: dict[Any, Callable[..., None]] = {}
         for i, (_, n) in enumerate(self.shapes_b):
-            self._consumer(i, (n, 1), self.dtype)
+            self._consumer(i, (n, 1), 0, self.dtype)
 
     def _tiles(self, columns: int) -> int:
         """Tiles of one chunk."""
@@ -223,25 +218,34 @@ class AllGatherMatmul(Plan):
         return -(-self._gathering.chunk_rows // config.block_m) * -(-columns // config.block_n)
 
     def __call__(
-        self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None
-    ) -> Any:
+        self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None,
+        scale_a: Any = None, scale_b: Any = None,
+    ) -> Any:  # fmt: skip
         """Queue the operation; returns the product, or a tuple of them for several b.
 
-        `a` is contiguous; b, out and bias are single values or sequences as the plan was made.
+        `a` is contiguous; b, out, bias and scale_b are single values or sequences as the plan was
+        made. Scales are as matmul has them: `scale_a` of the own rows.
         Without `out` the plan's own buffers are returned, overwritten by its next call.
         """
+        world, product, count = self.world, self.product, len(self.shapes_b)
         x = self.input(a, self.shape_a, self.dtype, "a")
-        bs, outs, biases = (self._listed(v, n) for v, n in ((b, "b"), (out, "out"), (bias, "bias")))
+        bs, outs, biases, scales = (
+            _for_each_b(value, count, self._single, what)
+            for value, what in ((b, "b"), (out, "out"), (bias, "bias"), (scale_b, "scale_b"))
+        )
+        left, step = product.check_scale(world, scale_a, self.shape_a[:-1], "scale_a", x)
         products = []
         for i, (k, n) in enumerate(self.shapes_b):
-            y = operand(self.world, bs[i], "b")
-            check_product(x, y, k, n, self.dtype)
-            to = self.output(outs[i], self._outs[i], self.out_shapes[i], self.epilogue.out_dtype)
-            vector = check_bias(self.world, biases[i], self.epilogue.bias, n, x)
-            products.append((self._consumer(i, y.strides, vector.dtype), y, to, vector))
-        handle = self.begin(stream, x, *(op for p in products for op in p[1:]))
+            y = operand(world, bs[i], "b")
+            product.check(x, y, k, n)
+            to = self.output(outs[i], self._outs[i], self.out_shapes[i], product.out_dtype)
+            vector = product.check_bias(world, biases[i], n, x)
+            right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
+            run = self._consumer(i, y.strides, step_b, vector.dtype)
+            products.append((run, y, to, vector, right))
+        handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
         if self._rows:
-            self._gathering.start(x, handle)
+            self._gathering.start(x, handle, left if product.scaled else None, step)
             for run, *operands in products:
                 if run is not None:
                     run(handle, *operands)
@@ -251,32 +255,22 @@ class AllGatherMatmul(Plan):
         )
         return results[0] if self._single else results
 
-    def _listed(self, value: Any, what: str) -> list[Any]:
-        """One value for each b."""
-        count = len(self.shapes_b)
-        if value is None:
-            return [None] * count
-        values = [value] if self._single else list(value)
-        if len(values) != count:
-            raise InvalidArgument(f"the plan was made for {count} b, got {len(values)} {what}")
-        return values
-
     def _consumer(
-        self, i: int, strides: tuple[int, ...], bias: np.dtype
+        self, i: int, strides: tuple[int, ...], step: int, bias: np.dtype
     ) -> Callable[..., None] | None:
         """The product with b number `i` of these strides, bound at first use; None if empty."""
         k, n = self.shapes_b[i]
-        key = (i, strides, bias)
+        key = (i, strides, step, bias)
         if key not in self._kernels and n:
-            gathering = self._gathering
+            gathering, product = self._gathering, self.product
             tiles = self._tiles(n) * gathering.chunks * self.group.size
             self._kernels[key] = self.bind(
                 consume_kernel, blocks_for(self.world, tiles, gathering.blocks),
-                (self.dtype, self.epilogue.out_dtype, bias),
-                gathering.buffer, gathering.progress, gathering.epoch, self._traces[i],
-                self.group.handle, self._rows, n, k, gathering.chunk_rows, gathering.chunks,
-                *strides, TRACE=self._traced, **self.epilogue.constants,
-                **self.epilogue.product_constants(self.config, k, n, (k, 1), strides),
+                (self.dtype, product.out_dtype, bias, product.scale_dtype),
+                gathering.buffer, gathering.scales, gathering.progress, gathering.epoch,
+                self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
+                gathering.chunks, *strides, TRACE=self._traced, **product.constants,
+                **product.product_constants(self.config, k, n, (k, 1), strides, (1, step)),
             )  # fmt: skip
         return self._kernels.get(key)
 
@@ -303,23 +297,18 @@ class AllGatherMatmul(Plan):
         return early, remote
 
 
-def all_gather_matmul(
-    a: Any,
-    b: Any,
-    *,
-    return_gathered: bool = False,
-    bias: Any = None,
-    activation: str | None = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-    out_dtype: Any = None,
-    out: Any = None,
-    allow_tf32: bool = False,
-    config: Config | None = None,
-    algorithm: str | None = None,
-    team: Group | None = None,
-    stream: Any = None,
-) -> Any:
+def _for_each_b(value: Any, count: int, single: bool, what: str) -> list[Any]:
+    """One value for each of `count` b; `single`: not in a sequence."""
+    if value is None:
+        return [None] * count
+    values = [value] if single or isinstance(value, Real) else list(value)
+    if len(values) != count:
+        raise InvalidArgument(f"expected one for each of {count} b, got {len(values)} {what}")
+    return values
+
+
+@takes_options(ProductOptions)
+def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **options: Any) -> Any:
     """act(gather(a) . b + bias), the gather overlapped with the product. Collective over `team`.
 
     Parameters
@@ -330,13 +319,13 @@ def all_gather_matmul(
         (K, N) of this rank, any strides; several share one gather.
     return_gathered : bool
         Return the gathered a as well.
-    bias : array or sequence, optional
-        (N,) for each b.
-    activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
-    out_dtype, out, allow_tf32, config
-        See matmul.
     algorithm : {None, "fused"}
-    team, stream : optional
+    bias, scale_b, out : optional
+        As matmul has them; with several b sequences, one for each.
+    scale_a : optional
+        As matmul has it, of this rank's a.
+    activation, out_dtype, allow_tf32, config, team, stream
+        See matmul.
 
     Returns (size * m, ..., N), or a tuple for several b, in the framework of `a`; with
     return_gathered followed by the gathered a.
@@ -344,25 +333,28 @@ def all_gather_matmul(
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
+    given = ProductOptions(**options)
     single = not isinstance(b, (list, tuple))
     many = [b] if single else list(b)
-    call = Call("all_gather_matmul", a, *many, team=team, stream=stream)
+    call = Call("all_gather_matmul", a, *many, team=given.team, stream=given.stream)
     with call:
-        no_scales(scale_a, scale_b)
-        check_fused(algorithm)
         x = call.operand(a, "a")
         ys = [call.operand(y, "b", strided=True) for y in many]
-        vectors = None
-        if bias is not None:
-            vectors = [call.operand(v, "bias") for v in ([bias] if single else bias)]
+        outs, biases, scales = (
+            _for_each_b(getattr(given, what), len(many), single, what)
+            for what in ("out", "bias", "scale_b")
+        )
+        extras = {
+            "scale_a": given_operand(call, given.scale_a, "scale_a"),
+            "bias": [given_operand(call, each, "bias") for each in biases],
+            "scale_b": [given_operand(call, each, "scale_b") for each in scales],
+        }
         plan = call.plan(
-            AllGatherMatmul, x.shape, tuple(y.shape for y in ys), x.dtype, bias=bias is not None,
-            activation=activation, out_dtype=out_dtype, allow_tf32=allow_tf32, config=config,
-        )  # fmt: skip
-        given = plan._listed([out] if single and out is not None else out, "out")
-        dtype = plan.epilogue.out_dtype
-        targets = [call.target(o, s, dtype) for o, s in zip(given, plan.out_shapes, strict=True)]
-        plan(x, ys, targets, bias=vectors, stream=call.stream)
+            AllGatherMatmul, x.shape, tuple(y.shape for y in ys), x.dtype, **given.of_plan
+        )
+        dtype = plan.product.out_dtype
+        targets = [call.target(o, s, dtype) for o, s in zip(outs, plan.out_shapes, strict=True)]
+        plan(x, ys, targets, stream=call.stream, **extras)
         if return_gathered:
             whole = plan.gathered()
             targets.append(call.target(None, whole.shape, plan.dtype))

@@ -21,7 +21,7 @@ an owner has then a partial of this call from every rank, all of which have left
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,27 +29,17 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.call import Call
 from tdx.kernels.matmul import (
-    Config,
-    Epilogue,
-    check_bias,
-    check_product,
-    choose,
     finish_tile,
     grouped_tile,
     known,
     known_strides,
-    no_scales,
     tile_product,
 )
-from tdx.kernels.operand import elements, flattened, operand
-from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.operand import elements
+from tdx.kernels.product import Config, ProductOptions, takes_options
+from tdx.kernels.reduced_product import ReducedProduct, reduced_product
 from tdx.kernels.select import cheapest, constants
-from tdx.runtime import dtypes
-from tdx.runtime.errors import DtypeError, InvalidArgument
-from tdx.runtime.group import Group
-from tdx.runtime.world import World
 
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
@@ -79,12 +69,12 @@ def _store(c, value, row, col, columns, mask, BM: tl.constexpr, BN: tl.constexpr
 
 @triton.jit(do_not_specialize=_SIZES)
 def fused_kernel(
-    a, b, c, bias, partials, results, arrived, finished, channel, world, owned,
+    a, b, scale_a, scale_b, c, bias, partials, results, arrived, finished, channel, world, owned,
     rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, EVEN: tl.constexpr, RANKS: tl.constexpr,
-    ONE_SHOT: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
+    EVEN: tl.constexpr, RANKS: tl.constexpr, ONE_SHOT: tl.constexpr,
 ):  # fmt: skip
     """Push partials, reduce the own tiles and push them, take the others'.
 
@@ -110,8 +100,8 @@ def fused_kernel(
         tile = (begin + index) % tiles
         row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         total = tile_product(
-            a, b, row, col, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
-            BM, BN, BK, PRECISION,
+            a, b, scale_a, scale_b, row, col, rows, columns, depth,
+            stride_am, stride_ak, stride_bk, stride_bn, BM, BN, BK, PRECISION, A_STEP, B_STEP,
         )  # fmt: skip
         at, inside = _place(row, col, rows, columns, BM, BN)
         value = total.to(partials.dtype.element_ty)
@@ -160,173 +150,92 @@ def fused_kernel(
                 _store(c, value, row, col, columns, inside & ok, BM, BN)
 
 
-class MatmulAllReduce(Plan):
+class MatmulAllReduce(ReducedProduct):
     """A matrix product and all-reduce of one shape and dtype, ready to be called.
 
-    Parameters
-    ----------
-    world : World
-    shape_a, shape_b : tuple
-        (..., K_local) and (K_local, N) of this rank, any extents. All but K_local are the same on
-        every rank. (Ranks must make plans together: with the one-line function, all change their
-        shapes in the same call.)
-    dtype
-        float16, bfloat16 or float32.
-    partial_dtype : {None, "float32"}
-        In what partial sums travel; None: the output's dtype.
-    algorithm : {"one_shot", "two_shot"}, optional
-    bias, activation, out_dtype, allow_tf32, config, team, buffer
-        See AllGatherMatmul. Bias and activation apply once, after the reduction.
-
-    Raises InvalidArgument, DtypeError, CollectiveMismatch, HeapExhausted.
+    `algorithm` is "one_shot" or "two_shot"; the other parameters, and the errors, are those of
+    ReducedProduct.
     """
 
     operation = "matmul_all_reduce"
+    algorithms = ALGORITHMS
 
-    def __init__(
-        self,
-        world: World,
-        shape_a: Sequence[int],
-        shape_b: Sequence[int],
-        dtype: Any,
-        *,
-        partial_dtype: Any = None,
-        bias: bool = False,
-        activation: str | None = None,
-        out_dtype: Any = None,
-        allow_tf32: bool = False,
-        config: Config | None = None,
-        algorithm: str | None = None,
-        team: Group | None = None,
-        buffer: bool = True,
-    ):
-        with self.agreement(world, team) as shared:
-            self.shape_a, self.shape_b = plain_shape(shape_a), plain_shape(shape_b)
-            self.dtype = dtypes.resolve(dtype)
-            self.epilogue = Epilogue.make(dtype, bias, activation, out_dtype, allow_tf32)
-            out = self.epilogue.out_dtype
-            self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
-            self._check(algorithm)
-            self._rows = elements(self.shape_a[:-1])
-            depth, self._columns = self.shape_b
-            self.config = config or choose_tile(world, self._rows, self._columns, depth, self.dtype)
-            self.algorithm = algorithm or self._choose(world.backend)
-            shared.update(
-                a=(*self.shape_a[:-1], "K"), n=self._columns, dtype=self.dtype,
-                partial_dtype=self.partial_dtype, bias=bias, activation=activation, out_dtype=out,
-                tile=(self.config.block_m, self.config.block_n, self.config.group_m),
-                algorithm=self.algorithm,
-            )  # fmt: skip
-        with self.preparation():
-            self._build(buffer)
-
-    def _check(self, algorithm: str | None) -> None:
-        out = self.epilogue.out_dtype
-        check_algorithm(self.operation, algorithm, ALGORITHMS)
-        if self.partial_dtype not in (out, dtypes.resolve("float32")):
-            raise DtypeError(f"partial_dtype {self.partial_dtype} must be float32 or {out}")
-        if len(self.shape_b) != 2 or len(self.shape_a) < 2:
-            raise InvalidArgument(
-                f"a and b need shapes (..., K) and (K, N), got {self.shape_a} and {self.shape_b}"
-            )
-        if self.shape_a[-1] != self.shape_b[0]:
-            raise InvalidArgument(f"a {self.shape_a} and b {self.shape_b} differ in K")
-
-    def _choose(self, backend: str) -> str:
-        size, count = self.group.size, self._rows * self._columns
-        partial, result = self.partial_dtype.itemsize, self.epilogue.out_dtype.itemsize
-        if size == 1:
-            return "one_shot"
+    def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
+        self._rows = elements(self.shape_a[:-1])
+        count, size, backend = self._rows * self.shape_b[1], self.group.size, self.world.backend
+        partial, result = self.partial_dtype.itemsize, self.product.out_dtype.itemsize
         sent = {
             "one_shot": (size - 1) * count * partial,
             "two_shot": (size - 1) * count * (partial + result) / size,
         }
-        return cheapest(backend, sent)
+        if algorithm is None:
+            algorithm = "one_shot" if size == 1 else cheapest(backend, sent)
+        return self._tile(config), algorithm
+
+    def _tile(self, config: Config | None) -> Config:
+        """The tile; of few rows as narrow as it takes for every multiprocessor to have one."""
+        m, world, (k, n) = self._rows, self.world, self.shape_b
+        tile = self.product.tile(config, world.backend, m, n, k)
+        if config is not None or world.backend == "host" or m > _FEW_ROWS:
+            return tile
+        width, enough = tile.block_n, world.driver.resident_blocks()
+        while width > 32 and -(-m // tile.block_m) * -(-n // width) < enough:
+            width //= 2
+        return replace(tile, block_n=width, num_warps=min(tile.num_warps, 4))
 
     def _build(self, buffer: bool) -> None:
         size, config, whole = self.group.size, self.config, self.algorithm == "one_shot"
-        tile = config.block_m * config.block_n
-        self._tiles = -(-self._rows // config.block_m) * -(-self._columns // config.block_n)
+        tile, columns = config.block_m * config.block_n, self.shape_b[1]
+        self._tiles = -(-self._rows // config.block_m) * -(-columns // config.block_n)
         owned = max(1, self._tiles if whole else -(-self._tiles // size))
         partials = self.workspace("partials", (2 * size * owned * tile,), self.partial_dtype)
         kept = 1 if whole else max(1, self._tiles)  # finished tiles of other owners
-        results = self.workspace("results", (kept * tile,), self.epilogue.out_dtype)
+        results = self.workspace("results", (kept * tile,), self.product.out_dtype)
         arrived = self.workspace("partial_tiles", (size * owned,), "int32")
         finished = self.workspace("finished_tiles", (kept,), "int32")
         most = constants(self.world.backend).matmul_blocks
         self._blocks = self.blocks_for(max(1, self._tiles), most)
         self._shared = (
             partials, results, arrived, finished, self.channel(self._blocks), self.group.handle,
-            owned, self._rows, self._columns,
+            owned, self._rows, columns,
         )  # fmt: skip
-        self.out_shape = (*self.shape_a[:-1], self._columns)
-        self._out = self.result_buffer(self.out_shape, self.epilogue.out_dtype, buffer)
+        self.out_shape = (*self.shape_a[:-1], columns)
+        self._out = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
         self._kernels: dict[Any, Callable[..., None]] = {}
-        self._kernel((self.shape_a[-1], 1, self._columns, 1), self.dtype)
+        self._kernel((self.shape_a[-1], 1, columns, 1), (0, 0), self.dtype)
 
-    def __call__(
-        self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None
-    ) -> Any:
+    def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
         """Queue the operation; returns `out`, or the plan's buffer when it is None.
 
-        `out` must not overlap a or b.
+        `out` must not overlap a or b. `extras`: bias, scale_a and scale_b, as matmul has them.
         """
-        x, y = operand(self.world, a, "a"), operand(self.world, b, "b")
-        if x.shape != self.shape_a:
-            raise InvalidArgument(f"a has shape {x.shape}, the plan takes {self.shape_a}")
-        check_product(x, y, *self.shape_b, self.dtype)
-        _, *strides = flattened(x)
-        to = self.output(out, self._out, self.out_shape, self.epilogue.out_dtype)
-        vector = check_bias(self.world, bias, self.epilogue.bias, self._columns, x)
-        run = self._kernel((*strides, *y.strides), vector.dtype)
-        handle = self.begin(stream, x, y, to, vector)
+        ops, strides, steps = self._operands(a, b, out, **extras)
+        run = self._kernel(strides, steps, ops[-1].dtype)
+        handle = self.begin(stream, *ops)
         if self._tiles:
-            run(handle, x, y, to, vector)
+            run(handle, *ops)
         return self._out if out is None else out
 
-    def _kernel(self, strides: tuple[int, ...], bias: Any) -> Callable[..., None]:
+    def _kernel(
+        self, strides: tuple[int, ...], steps: tuple[int, int], bias: Any
+    ) -> Callable[..., None]:
         """The kernel for operands of these strides and a bias of this type, bound at first use."""
-        key = (strides, bias)
+        key = (strides, steps, bias)
         if key not in self._kernels:
-            k, n = self.shape_b
+            product, (k, n) = self.product, self.shape_b
+            scale = product.scale_dtype
             self._kernels[key] = self.bind(
                 fused_kernel, self._blocks,
-                (self.dtype, self.dtype, self.epilogue.out_dtype, bias), *self._shared, k, *strides,
-                **self.epilogue.constants, RANKS=self.group.size,
+                (self.dtype, self.dtype, scale, scale, product.out_dtype, bias),
+                *self._shared, k, *strides, **product.constants, RANKS=self.group.size,
                 ONE_SHOT=self.algorithm == "one_shot",
-                **self.epilogue.product_constants(self.config, k, n, strides[:2], strides[2:]),
+                **product.product_constants(self.config, k, n, strides[:2], strides[2:], steps),
             )  # fmt: skip
         return self._kernels[key]
 
 
-def choose_tile(world: World, m: int, n: int, k: int, dtype: Any) -> Config:
-    """The tile; of few rows as narrow as it takes for every multiprocessor to have one."""
-    config = choose(world.backend, m, n, k, dtype)
-    if world.backend == "host" or m > _FEW_ROWS:
-        return config
-    width = config.block_n
-    while width > 32 and -(-m // config.block_m) * -(-n // width) < world.driver.resident_blocks():
-        width //= 2
-    return replace(config, block_n=width, num_warps=min(config.num_warps, 4))
-
-
-def matmul_all_reduce(
-    a: Any,
-    b: Any,
-    *,
-    partial_dtype: Any = None,
-    bias: Any = None,
-    activation: str | None = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-    out_dtype: Any = None,
-    out: Any = None,
-    allow_tf32: bool = False,
-    config: Config | None = None,
-    algorithm: str | None = None,
-    team: Group | None = None,
-    stream: Any = None,
-) -> Any:
+@takes_options(ProductOptions)
+def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: Any) -> Any:
     """act(sum over ranks of a . b, + bias), on every rank. Collective over `team`.
 
     Parameters
@@ -336,28 +245,18 @@ def matmul_all_reduce(
     b : array
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}
+        In what partial sums travel; None: the output's dtype.
+    algorithm : {"one_shot", "two_shot"}, optional
     bias : array, optional
         (N,), added once, after the reduction, then the activation; the same on every rank.
-    activation, out_dtype, out, allow_tf32, config
+    scale_a, scale_b : optional
+        Of this rank's a and b.
+    activation, out_dtype, out, allow_tf32, config, team, stream
         See matmul. `out` must not overlap a or b.
-    algorithm : {"one_shot", "two_shot"}, optional
-    team, stream : optional
 
     Returns (..., N) in the framework of `a`, the same bits on every rank.
 
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    call = Call("matmul_all_reduce", a, b, out, team=team, stream=stream)
-    with call:
-        no_scales(scale_a, scale_b)
-        x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
-        vector = call.optional(bias, "bias")
-        plan = call.plan(
-            MatmulAllReduce, x.shape, y.shape, x.dtype, partial_dtype=partial_dtype,
-            bias=bias is not None, activation=activation, out_dtype=out_dtype,
-            allow_tf32=allow_tf32, config=config, algorithm=algorithm,
-        )  # fmt: skip
-        target = call.target(out, plan.out_shape, plan.epilogue.out_dtype)
-        plan(x, y, target, bias=vector, stream=call.stream)
-    return call.finish(target)
+    return reduced_product(MatmulAllReduce, a, b, partial_dtype, ProductOptions(**options))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 __all__ = [
     "CONSTANTS",
     "COSTS",
+    "FLOAT8_DEPTH",
     "MOVEMENT",
     "STAGING_BYTES",
     "Constants",
@@ -258,16 +259,24 @@ def broadcast_round_bytes(backend: str, nbytes: int) -> int:
     return min(most, max(fewest, power_of_two(best)))
 
 
+FLOAT8_DEPTH = 32  # least depth of a tile of float8: what tensor cores take at a time
+
+
 def tile_for(backend: str, m: int, n: int, k: int, itemsize: int) -> tuple[int, int, int]:
     """Rows, columns and depth of a product's tile: no larger than the product asks for."""
     rows, columns, depth_bytes = constants(backend).tile
     if backend != "host":
         if itemsize == 4:  # IEEE float32 has no tensor cores: its operands need registers
             columns //= 2
-        elif k % 16 or n % 16:  # single elements are loaded, each with its own mask
+        elif itemsize == 1 and backend == "hip":  # gfx942 converts float8, in registers
+            depth_bytes //= 2
+        if itemsize < 4 and (
+            k % 16 or n % 16
+        ):  # single elements are loaded, each with its own mask
             rows, columns, depth_bytes = rows // 2, columns // 2, depth_bytes // 2
-    limits = ((rows, m), (columns, n), (depth_bytes // itemsize, k))
-    fitted = [max(16, min(limit, power_of_two(extent))) for limit, extent in limits]
+    least = FLOAT8_DEPTH if itemsize == 1 else 16
+    limits = ((rows, m, 16), (columns, n, 16), (depth_bytes // itemsize, k, least))
+    fitted = [max(low, min(limit, power_of_two(extent))) for limit, extent, low in limits]
     return fitted[0], fitted[1], fitted[2]
 
 

@@ -10,7 +10,13 @@ import os
 import sys
 import traceback
 
-from tests.standin import exchange, failures, sharing, use  # noqa: F401  # declare their scenarios
+from tests.standin import (  # noqa: F401  # declare their scenarios
+    exchange,
+    failures,
+    products,
+    sharing,
+    use,
+)
 from tests.standin.ranks import SCENARIOS, Rank
 
 

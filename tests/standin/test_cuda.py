@@ -12,7 +12,13 @@ import pytest
 
 from tests.helpers.cases import skip
 from tests.helpers.commands import tdx_environment
-from tests.standin import exchange, failures, sharing, use  # noqa: F401  # declare their scenarios
+from tests.standin import (  # noqa: F401  # declare their scenarios
+    exchange,
+    failures,
+    products,
+    sharing,
+    use,
+)
 from tests.standin.fake import build
 from tests.standin.ranks import SIZES
 

@@ -158,7 +158,7 @@ def test_reductions_scans_and_sort(world, dtype):
     assert (found[3 + n :] == np.sort(wide)).all()
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, E4M3, E5M2], ids=str)
 def test_dot(world, dtype):
     n = 16
     a, b = (np.random.default_rng(s).integers(-4, 4, (n, n)).astype(dtype) for s in (0, 1))

@@ -11,6 +11,7 @@ from tdx.kernels.operand import byte_units
 from tdx.kernels.select import (
     CONSTANTS,
     COSTS,
+    FLOAT8_DEPTH,
     MOVEMENT,
     STAGING_BYTES,
     block_bytes,
@@ -131,8 +132,9 @@ def test_tiles_fit_the_product(backend):
     assert (rows, columns) == CONSTANTS[backend].tile[:2]
     assert tile_for(backend, 1, 1, 1, 2) == (16, 16, 16)
     for shape in [(1, 4096, 4096), (4096, 17, 33), (100, 100, 100)]:
-        for itemsize in (2, 4):
-            MatmulConfig(*tile_for(backend, *shape, itemsize))
+        for itemsize in (1, 2, 4):
+            config = MatmulConfig(*tile_for(backend, *shape, itemsize))
+            assert config.block_k >= (FLOAT8_DEPTH if itemsize == 1 else 16)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -45,6 +46,7 @@ _PARSE_TRIES = 5
 _builder: HostBuilder | None = None
 _launcher: Launcher | None = None
 _rewritten: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+_rewriting = threading.Lock()
 
 
 class _NoScope:
@@ -138,7 +140,8 @@ def _interpreted(function: Any) -> Callable[..., Any]:
     raw = function.fn
     rewritten = _rewritten.get(raw)
     if rewritten is None:
-        rewritten = _rewritten[raw] = _rewrite(raw)
+        with _rewriting:
+            rewritten = _rewritten[raw] = _rewrite(raw)
     return rewritten
 
 

@@ -1,0 +1,293 @@
+"""What products have in common on the host: tiles, options, and the checks of operands.
+
+`matmul` documents the options of the one-line functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tdx.kernels.call import Call, remembered
+from tdx.kernels.operand import Operand, operand
+from tdx.kernels.select import FLOAT8_DEPTH, constants, power_of_two, tile_for
+from tdx.runtime import dtypes
+from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.group import Group
+from tdx.runtime.world import World
+
+__all__ = [
+    "ACTIVATIONS",
+    "Config",
+    "Product",
+    "ProductOptions",
+    "blocks_for",
+    "given_operand",
+    "takes_options",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+_FLOAT8 = "float8_e4m3fn"
+_OUTPUTS = ("float16", "bfloat16", "float32")
+_INPUTS = (*_OUTPUTS, _FLOAT8)
+_FLOAT32 = dtypes.resolve("float32")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a matmul runs; pins the bits of its result.
+
+    Attributes
+    ----------
+    block_m, block_n, block_k : int
+        Rows, columns and depth of a tile, powers of two >= 16; of float8 a depth >= 32.
+    group_m : int
+        Rows of tiles that are walked through together.
+    num_warps, num_stages : int
+        Warps of a block, and depth of the load pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if value < 16 or value != power_of_two(value):
+                raise InvalidArgument(f"{name}={value} must be a power of two >= 16")
+        if self.num_warps < 1 or self.num_warps != power_of_two(self.num_warps):
+            raise InvalidArgument(f"num_warps={self.num_warps} must be a power of two")
+        if self.group_m < 1 or self.num_stages < 1:
+            raise InvalidArgument(
+                f"group_m={self.group_m} and num_stages={self.num_stages} must be >= 1"
+            )
+
+
+@dataclass(kw_only=True)
+class ProductOptions:
+    """Options of the one-line functions, as `matmul` has them."""
+
+    bias: Any = None
+    activation: str | None = None
+    scale_a: Any = None
+    scale_b: Any = None
+    out_dtype: Any = None
+    out: Any = None
+    allow_tf32: bool = False
+    config: Config | None = None
+    algorithm: str | None = None
+    team: Group | None = None
+    stream: Any = None
+
+    @property
+    def of_plan(self) -> dict[str, Any]:
+        """Those that a plan is made with."""
+        return {
+            "bias": self.bias is not None,
+            "activation": self.activation,
+            "out_dtype": self.out_dtype,
+            "allow_tf32": self.allow_tf32,
+            "config": self.config,
+            "algorithm": self.algorithm,
+        }
+
+
+@dataclass(frozen=True)
+class Product:
+    """The types of a product, and what happens to it before it is stored.
+
+    Attributes
+    ----------
+    dtype : np.dtype
+        Of a and b.
+    out_dtype : np.dtype
+    bias : bool
+        Whether calls pass a vector of N elements.
+    activation : str or None
+        One of ACTIVATIONS.
+    allow_tf32 : bool
+        Whether float32 inputs may be rounded to tf32.
+    scaled : bool
+        Whether inputs have scales: those of float8.
+    """
+
+    dtype: np.dtype
+    out_dtype: np.dtype
+    bias: bool
+    activation: str | None
+    allow_tf32: bool
+    scaled: bool
+
+    @classmethod
+    def make(
+        cls, world: World, dtype: Any, *, bias: bool = False, activation: str | None = None,
+        out_dtype: Any = None, allow_tf32: bool = False,
+    ) -> Product:  # fmt: skip
+        """Check the options of a product of `dtype` inputs."""
+        dtype, arch = dtypes.resolve(dtype), world.device.arch
+        scaled = dtype.name == _FLOAT8
+        usual = "bfloat16" if scaled else dtype
+        out = dtypes.resolve(usual if out_dtype is None else out_dtype)
+        if dtype.name not in _INPUTS or out.name not in _OUTPUTS:
+            raise DtypeError(
+                f"matmul takes {', '.join(_INPUTS)} and gives {', '.join(_OUTPUTS)}; got {dtype} "
+                f"and out_dtype {out}"
+            )
+        if scaled and arch.startswith("sm_") and int(arch[3:]) < 89:
+            raise Unsupported(f"products of {dtype} need sm_89 or later, not {arch}; use bfloat16")
+        if activation is not None and activation not in ACTIVATIONS:
+            raise InvalidArgument(f"activation={activation!r} is not one of {ACTIVATIONS}")
+        return cls(dtype, out, bias, activation, allow_tf32, scaled)
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        """The type of scales, or of what stands in for them."""
+        return _FLOAT32 if self.scaled else self.dtype
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constexpr arguments of a kernel that stores results."""
+        return {"HAS_BIAS": self.bias, "ACTIVATION": self.activation or "none"}
+
+    def tile(self, config: Config | None, backend: str, m: int, n: int, k: int) -> Config:
+        """`config` if it will do, or else the tile for a product of this size."""
+        if config is None:
+            tile = tile_for(backend, m, n, k, self.dtype.itemsize)
+            return Config(*tile, num_stages=constants(backend).stages)
+        if self.scaled and config.block_k < FLOAT8_DEPTH:
+            raise InvalidArgument(
+                f"block_k={config.block_k} must be >= {FLOAT8_DEPTH} for products of {self.dtype}"
+            )
+        return config
+
+    def product_constants(
+        self, config: Config, k: int, n: int, a: Sequence[int], b: Sequence[int],
+        steps: tuple[int, int] = (0, 0),
+    ) -> dict[str, Any]:  # fmt: skip
+        """Constexpr arguments and options of a kernel with a product of these extents, strides.
+
+        `steps`: how far apart the scales of rows and of columns are; 0 where one is for all.
+        """
+        units = [1 if s[1] == 1 else 0 if s[0] == 1 else -1 for s in (a, b)]
+        rest = [
+            stride
+            for strides, unit in zip((a, b), units, strict=True)
+            for axis, stride in enumerate(strides)
+            if axis != unit
+        ]
+        reach = max(abs(stride) for stride in (*a, *b, n)) * max(
+            config.block_m, config.block_n, config.block_k
+        )
+        if reach >= 1 << 31:
+            raise Unsupported(f"strides {a} and {b}, N={n}: a tile must lie within 2**31 elements")
+        return {
+            "BM": config.block_m,
+            "BN": config.block_n,
+            "BK": config.block_k,
+            "GROUP_M": config.group_m,
+            "PRECISION": "tf32" if self.allow_tf32 else "ieee",
+            "A_UNIT": units[0],
+            "B_UNIT": units[1],
+            "A_STEP": steps[0],
+            "B_STEP": steps[1],
+            "EVEN": not any(extent % 16 for extent in (k, n, *rest)),
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+        }
+
+    # ---- operands of a call
+    def check(self, a: Operand, b: Operand, k: int, n: int) -> None:
+        """Raise unless `a` and `b` are (..., k) and (k, n) of this type."""
+        if a.dtype != self.dtype or b.dtype != self.dtype:
+            raise DtypeError(f"a and b must be {self.dtype}, got {a.dtype} and {b.dtype}")
+        if a.shape[-1] != k or b.shape != (k, n):
+            raise InvalidArgument(
+                f"a of shape {a.shape} and b of shape {b.shape} do not fit: expected (..., {k}) "
+                f"and ({k}, {n})"
+            )
+
+    def check_bias(self, world: World, bias: Any, n: int, fallback: Operand) -> Operand:
+        """The bias as an operand; `fallback` stands in when there is none."""
+        if (bias is not None) != self.bias:
+            raise InvalidArgument(f"the plan was made with bias={self.bias}; pass just that")
+        if bias is None:
+            return fallback
+        op = operand(world, bias, "bias")
+        if op.shape != (n,) or not op.contiguous:
+            raise InvalidArgument(f"bias must be contiguous with shape ({n},), got {op.shape}")
+        return op
+
+    def check_scale(
+        self, world: World, scale: Any, shape: tuple[int, ...], what: str, fallback: Operand
+    ) -> tuple[Operand, int]:
+        """The scale as an operand, and how far apart elements are; `fallback` if there are none.
+
+        `shape` is that of one scale for each row of a, or column of b.
+        """
+        if not self.scaled:
+            if scale is None:
+                return fallback, 0
+            raise InvalidArgument(f"{what} is for inputs of {_FLOAT8}, not of {self.dtype}")
+        if scale is None or isinstance(scale, Real):
+            return _constant(world, 1.0 if scale is None else float(scale), what), 0
+        op = operand(world, scale, what)
+        if op.dtype != _FLOAT32:
+            raise DtypeError(f"{what} must be float32, got {op.dtype}")
+        if op.shape in ((), (1,)):
+            return op, 0
+        if op.shape != shape or not op.contiguous:
+            raise InvalidArgument(
+                f"{what} must be a number, an array of one element, or contiguous with shape "
+                f"{shape}; got shape {op.shape}"
+            )
+        return op, 1
+
+
+def _constant(world: World, value: float, what: str) -> Operand:
+    """A number in the device's memory; the last few are kept."""
+
+    def make() -> Operand:
+        if world.recording is not None:
+            raise InvalidArgument(
+                f"{what}={value} would be copied to the device while a graph is being recorded; "
+                "call once with it before recording, or pass a float32 array of one element"
+            )
+        array = world.array(np.full(1, value, np.float32), symmetric=False)
+        return operand(world, array, what)
+
+    return remembered(world, "scale", value, make)
+
+
+def takes_options(source: Any) -> Callable[[F], F]:
+    """Name the keywords of `source` in the signature of a function that passes them on to it."""
+    named = [p for p in inspect.signature(source).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        function.__signature__ = own.replace(parameters=kept + named)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def given_operand(call: Call, x: Any, what: str) -> Any:
+    """An option of a one-line function as its plan takes it: numbers and None as they are."""
+    return x if x is None or isinstance(x, Real) else call.operand(x, what)
+
+
+def blocks_for(world: World, tiles: int, beside: int = 0) -> int:
+    """Persistent blocks for `tiles` tiles, all resident beside that many blocks of others."""
+    resident = world.driver.resident_blocks() - beside
+    return max(1, min(tiles, resident, constants(world.backend).matmul_blocks))

@@ -1,0 +1,142 @@
+"""What the products that are summed over ranks have in common: plans, operands, functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from tdx.kernels.call import Call
+from tdx.kernels.operand import Operand, flattened, operand
+from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
+from tdx.runtime import dtypes
+from tdx.runtime.array import Array
+from tdx.runtime.errors import DtypeError, InvalidArgument
+from tdx.runtime.group import Group
+from tdx.runtime.world import World
+
+__all__ = ["ReducedProduct", "reduced_product"]
+
+
+class ReducedProduct(Plan):
+    """Base of plans for the sum of a . b over ranks, ready to be called.
+
+    Parameters
+    ----------
+    world : World
+    shape_a, shape_b : tuple
+        (..., K_local) and (K_local, N) of this rank, any extents. All but K_local are the same on
+        every rank. (Ranks must make plans together: with the one-line function, all change their
+        shapes in the same call.)
+    dtype
+        float16, bfloat16, float32 or float8_e4m3fn.
+    partial_dtype : {None, "float32"}
+        In what partial sums travel; None: the output's dtype.
+    algorithm : str, optional
+    config : Config, optional
+    team : Team, optional
+    buffer : bool
+        Whether the plan has a result buffer, for calls without `out`.
+    bias : bool
+        Whether calls pass a vector of N elements.
+    activation, out_dtype, allow_tf32
+        See matmul. Bias and activation apply once, after the reduction.
+
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
+    """
+
+    algorithms: ClassVar[tuple[str, ...]] = ("fused",)
+    out_shape: tuple[int, ...]
+    _out: Array | None  # what calls without `out` return
+
+    @takes_options(Product.make)
+    def __init__(
+        self,
+        world: World,
+        shape_a: Sequence[int],
+        shape_b: Sequence[int],
+        dtype: Any,
+        *,
+        partial_dtype: Any = None,
+        algorithm: str | None = None,
+        config: Config | None = None,
+        team: Group | None = None,
+        buffer: bool = True,
+        **product: Any,
+    ):
+        with self.agreement(world, team) as shared:
+            self.shape_a, self.shape_b = plain_shape(shape_a), plain_shape(shape_b)
+            self.product = Product.make(world, dtype, **product)
+            self.dtype = self.product.dtype
+            out = self.product.out_dtype
+            self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
+            self._check(algorithm)
+            self.config, self.algorithm = self._choose(config, algorithm)
+            shared.update(
+                a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], dtype=self.dtype,
+                partial_dtype=self.partial_dtype, bias=self.product.bias,
+                activation=self.product.activation, out_dtype=out, algorithm=self.algorithm,
+                tile=(self.config.block_m, self.config.block_n, self.config.group_m),
+            )  # fmt: skip
+        with self.preparation():
+            self._build(buffer)
+
+    def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
+        """Check the shapes; the tile and the algorithm."""
+        raise NotImplementedError
+
+    def _build(self, buffer: bool) -> None:
+        """Allocate, and bind the kernels."""
+        raise NotImplementedError
+
+    def _check(self, algorithm: str | None) -> None:
+        out = self.product.out_dtype
+        check_algorithm(self.operation, algorithm, self.algorithms)
+        if self.partial_dtype not in (out, dtypes.resolve("float32")):
+            raise DtypeError(f"partial_dtype {self.partial_dtype} must be float32 or {out}")
+        if len(self.shape_b) != 2 or len(self.shape_a) < 2:
+            raise InvalidArgument(
+                f"a and b need shapes (..., K) and (K, N), got {self.shape_a} and {self.shape_b}"
+            )
+        if self.shape_a[-1] != self.shape_b[0]:
+            raise InvalidArgument(f"a {self.shape_a} and b {self.shape_b} differ in K")
+
+    def _operands(
+        self, a: Any, b: Any, out: Any, bias: Any = None, scale_a: Any = None, scale_b: Any = None
+    ) -> tuple[tuple[Operand, ...], tuple[int, ...], tuple[int, int]]:
+        """Check what a call was given: the operands, the strides, the steps between scales.
+
+        The operands are a, b, scale_a, scale_b, out and bias; strides are those of a, with its
+        leading axes taken together, and of b.
+        """
+        world, product = self.world, self.product
+        x, y = operand(world, a, "a"), operand(world, b, "b")
+        if x.shape != self.shape_a:
+            raise InvalidArgument(f"a has shape {x.shape}, the plan takes {self.shape_a}")
+        product.check(x, y, *self.shape_b)
+        _, *strides = flattened(x)
+        to = self.output(out, self._out, self.out_shape, product.out_dtype)
+        vector = product.check_bias(world, bias, self.shape_b[1], x)
+        left, step_a = product.check_scale(world, scale_a, x.shape[:-1], "scale_a", x)
+        right, step_b = product.check_scale(world, scale_b, y.shape[1:], "scale_b", x)
+        return (x, y, left, right, to, vector), (*strides, *y.strides), (step_a, step_b)
+
+
+def reduced_product(
+    kind: type[ReducedProduct], a: Any, b: Any, partial_dtype: Any, options: ProductOptions
+) -> Any:
+    """The one-line function of a plan."""
+    call = Call(kind.operation, a, b, options.out, team=options.team, stream=options.stream)
+    with call:
+        x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
+        extras = {
+            name: given_operand(call, given, name)
+            for name in ("bias", "scale_a", "scale_b")
+            if (given := getattr(options, name)) is not None
+        }
+        plan = call.plan(
+            kind, x.shape, y.shape, x.dtype, partial_dtype=partial_dtype, **options.of_plan
+        )
+        target = call.target(options.out, plan.out_shape, plan.product.out_dtype)
+        plan(x, y, target, stream=call.stream, **extras)
+    return call.finish(target)
