@@ -80,8 +80,7 @@ def one_shot_kernel(
     """Stage the own rows, meet, and reduce and normalise everybody's."""
     columns = known(columns, EVEN)
     slot = slots + (tdl.epoch(channel) & 1).to(tl.int64) * slot_vectors * _VECTOR
-    if tdl.no_fault(world):
-        _copy_rows(slot, x, rows, columns, BLOCK)
+    _copy_rows(slot, x, tl.where(tdl.no_fault(world), rows, 0), columns, BLOCK)
     ok = tdl.barrier(channel, world)
     if ok:
         for index in range(tl.program_id(0), rows, tl.num_programs(0)):
