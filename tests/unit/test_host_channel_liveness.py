@@ -97,14 +97,14 @@ def test_a_peer_that_gave_up_is_not_waited_for():
         channel.barrier()
         if channel.rank == 1:
             channel.page.tell_fault("rank 1 waited 1 s for rank 0: signal arrivals[3]")
-            time.sleep(0.5)
+            time.sleep(2)
             return None
         start = time.monotonic()
         with pytest.raises(PeerTimeout, match=r"rank 1, which has given up: .* arrivals\[3\]") as e:
             channel.barrier("after")
-        assert time.monotonic() - start < 0.45
+        assert time.monotonic() - start < 1.5  # of 30
         assert (e.value.peer, e.value.operation) == (1, "after")
-        time.sleep(0.7)
+        time.sleep(2.5)
         with pytest.raises(PeerLost, match=r"closed its world; rank 1 has given up: .*arrivals"):
             channel.barrier("later")
 
