@@ -71,3 +71,5 @@ def channel_words(blocks: int, ranks: int) -> int:
 
 # set by the host driver while it is open: what interpreted device code calls to wait
 host_executor = None
+# what holds the data of an interpreted tensor; set when the host tier takes over Triton
+host_handle = None

@@ -213,8 +213,7 @@ class AllReduce(Plan):
             self._columns = self.shape[-1] if self.shape else 1
             adds = bias or residual
             check_types("all_reduce", self.dtype, self.out_dtype, op, adds)
-            if config is not None and not isinstance(config, Config):
-                raise InvalidArgument(f"config must be an all_reduce Config, got {config!r}")
+            Config.check(config, self.operation)
             travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
             self.config = config or choose(
                 world.backend, self._numel, self.dtype, travels, self.group.size, algorithm

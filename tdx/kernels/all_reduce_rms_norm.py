@@ -102,10 +102,7 @@ class AllReduceRmsNorm(Plan):
             self._columns = self.shape[-1]
             self._rows = elements(self.shape[:-1])
             check_algorithm(self.operation, algorithm, Config.algorithms)
-            if config is not None and not isinstance(config, Config):
-                raise InvalidArgument(
-                    f"config must be an all_reduce_rms_norm Config, got {config!r}"
-                )
+            Config.check(config, self.operation)
             size = self.group.size
             self.config = config or choose(
                 world.backend, self._rows, self._columns, self.dtype, size, algorithm

@@ -94,33 +94,29 @@ class Reduce(Plan):
             self.shape = plain_shape(shape)
             self.dtype = dtypes.resolve(dtype)
             self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
-            self.op, self.root = op, root
+            self.op, self.root = op, self.group.check_rank(root, "root")
             check_types("reduce", self.dtype, self.out_dtype, op)
             ranks = self.group.size
-            if type(root) is not int or not 0 <= root < ranks:
-                raise InvalidArgument(
-                    f"reduce: root={root!r} must be an int from 0 to {ranks - 1}, a rank of the "
-                    "team"
-                )
-            if config is not None and not isinstance(config, Config):
-                raise InvalidArgument(f"config must be a reduce Config, got {config!r}")
+            Config.check(config, self.operation)
             self._numel = elements(self.shape)
             self.config = config or self._choose(algorithm)
             if self.config.algorithm == "low_latency":
                 nbytes = self._numel * self.dtype.itemsize
                 check_low_latency("reduce", "low_latency", nbytes, (self.dtype,), ranks)
             shared.update(
-                shape=self.shape, dtype=self.dtype, root=root, op=op, out_dtype=self.out_dtype,
+                shape=self.shape, dtype=self.dtype, root=self.root, op=op, out_dtype=self.out_dtype,
                 config=self.config,
             )  # fmt: skip
-        self._here = self.group.rank == root
+        self._here = self.group.rank == self.root
         with self.preparation():
             named = {"OP": op, "HAS_BIAS": False, "HAS_RESIDUAL": False}
             kinds = (self.dtype, self.out_dtype)
             if self.config.algorithm == "low_latency":
                 self._run = bind_one_hop(self, self.config, self.shape, kinds, named)
             else:
-                self._run, _ = bind_two_shot(self, self.config, self.shape, kinds, named, root=root)
+                self._run, _ = bind_two_shot(
+                    self, self.config, self.shape, kinds, named, root=self.root
+                )
             # elsewhere low_latency leaves the result in a buffer that nobody sees
             wanted = buffer if self._here else self.config.algorithm == "low_latency"
             self._out = self.result_buffer(self.shape, self.out_dtype, wanted)

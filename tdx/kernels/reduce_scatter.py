@@ -194,8 +194,7 @@ class ReduceScatter(Plan):
             check_types("reduce_scatter", self.dtype, self.out_dtype, op)
             self.out_shape = self._scattered()
             self.result = (self.out_shape, self.out_dtype)
-            if config is not None and not isinstance(config, Config):
-                raise InvalidArgument(f"config must be a reduce_scatter Config, got {config!r}")
+            Config.check(config, self.operation)
             self._shard = elements(self.out_shape)
             self.config = config or self._choose(algorithm)
             if self.config.algorithm == "low_latency":

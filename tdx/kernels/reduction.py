@@ -64,6 +64,12 @@ class ReductionConfig:
 
     algorithms: ClassVar[tuple[str, ...]] = ()
 
+    @classmethod
+    def check(cls, config: object, operation: str) -> None:
+        """Raise InvalidArgument unless `config` is None or of this operation's kind."""
+        if config is not None and not isinstance(config, cls):
+            raise InvalidArgument(f"config must be a Config of {operation}, got {config!r}")
+
     def __post_init__(self) -> None:
         if self.algorithm not in self.algorithms:
             raise InvalidArgument(

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from triton.language import core
 
+from tdx import abi
+
 _TYPES = {"i32": core.int32, "i64": core.int64}
 _HOST_TYPES = {"b1": core.int1, "i4": core.int32, "i8": core.int64, "f4": core.float32}
 
@@ -131,8 +133,6 @@ def host_tensor(data: np.ndarray, like=None) -> core.tensor:
 
     Python's own integers and floats arrive as 64-bit arrays and become 32-bit where they fit.
     """
-    from triton.runtime.interpreter import TensorHandle
-
     if like is None and data.dtype == np.int64 and (data == data.astype(np.int32)).all():
         data = data.astype(np.int32)
     elif data.dtype == np.float64:
@@ -140,7 +140,7 @@ def host_tensor(data: np.ndarray, like=None) -> core.tensor:
     dtype = _HOST_TYPES[data.dtype.str[1:]]
     block = like is not None and like.type.is_block()
     shape = core.block_type(dtype, list(data.shape)) if block else dtype
-    return core.tensor(TensorHandle(data, dtype), shape)
+    return core.tensor(abi.host_handle(data, dtype), shape)
 
 
 def element_bytes(pointer) -> int:

@@ -21,7 +21,6 @@ __all__ = [
     "is_float",
     "is_kernel_dtype",
     "resolve",
-    "triton_name",
 ]
 
 # DLPack type codes
@@ -105,21 +104,6 @@ def resolve(dtype: Any) -> np.dtype[Any]:
         inner = getattr(dtype, "dtype", None)
         return _known(inner, dtype) if isinstance(inner, np.dtype) else _by_name(str(dtype), dtype)
     raise _refusal(dtype)
-
-
-def triton_name(dtype: Any) -> str:
-    """The type's name in a Triton signature, without "*": "fp32", "i8", "fp8e4nv", "u1" for bool.
-
-    Raises DtypeError for complex types, which Triton does not have.
-    """
-    dtype = resolve(dtype)
-    name = _FACTS[dtype].triton
-    if name is None:
-        raise DtypeError(
-            f"kernels cannot compute with {dtype}: Triton has no complex types. tdx moves such "
-            "arrays; to compute, pass the real and imaginary parts as two arrays"
-        )
-    return name
 
 
 def is_kernel_dtype(dtype: Any) -> bool:

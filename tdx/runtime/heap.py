@@ -227,17 +227,6 @@ class Heap:
         with self._lock:
             return dict(self._live)
 
-    def describe(self) -> str:
-        """One line for messages: what is used, free and dropped."""
-        dropped = len(self.dropped())
-        text = (
-            f"{format_bytes(self.used)} used in {len(self._live)} blocks, "
-            f"{format_bytes(self.free_bytes)} free (largest block "
-            f"{format_bytes(self.largest_free)}), capacity {format_bytes(self.capacity)} "
-            f"of at most {format_bytes(self.limit)}"
-        )
-        return text + (f"; {dropped} blocks dropped on this rank" if dropped else "")
-
     # -- inside
 
     def _rounded(self, nbytes: int) -> int:

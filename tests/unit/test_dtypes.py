@@ -93,12 +93,8 @@ def test_other_byte_order_is_named():
         dtypes.resolve(np.dtype(">f4"))
 
 
-def test_triton_names_are_those_of_triton():
+def test_types_of_triton_are_taken():
     language = pytest.importorskip("triton.language")
-    canonicalize = pytest.importorskip("triton._utils").canonicalize_dtype
-    for dtype in dtypes.SUPPORTED:
-        if dtypes.is_kernel_dtype(dtype):
-            assert canonicalize(dtype.name) == dtypes.triton_name(dtype)
     for name in ("int1", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"):
         numpy_name = "bool" if name == "int1" else name
         assert dtypes.resolve(getattr(language, name)) == np.dtype(numpy_name)
@@ -116,8 +112,6 @@ def test_triton_names_are_those_of_triton():
 def test_complex_types_are_moved_only():
     for dtype in ("complex64", "complex128"):
         assert not dtypes.is_kernel_dtype(dtype)
-        with pytest.raises(DtypeError, match="complex"):
-            dtypes.triton_name(dtype)
         with pytest.raises(DtypeError, match="complex"):
             dtypes.accumulator(dtype)
 

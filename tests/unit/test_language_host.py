@@ -47,6 +47,7 @@ def test_host_lowering(case):
 if __name__ == "__main__":
     import triton
     import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
 
     import tdx.language as tdl
     from tdx import abi
@@ -148,6 +149,7 @@ class Bench:
         self.ranks = ranks or list(range(size))
         self.controls[:, row : row + len(self.ranks)] = self.ranks
         self.executor = abi.host_executor = Spinner()
+        abi.host_handle = TensorHandle
 
     def world(self, rank):
         control = Pointer(self.controls[self.ranks[rank]].ctypes.data, tl.int64)

@@ -359,9 +359,9 @@ def case_bad_arguments(world):
          lambda: tdx.reduce_scatter(world.zeros(4, "float64"), algorithm="low_latency")),
         (InvalidArgument, "config must be", lambda: tdx.ReduceScatter(
             world, 4, "float32", config=ReduceConfig("two_shot", 64))),
-        (InvalidArgument, "root=2", lambda: tdx.reduce(x, 2)),
-        (InvalidArgument, "root=-1", lambda: tdx.reduce(x, -1)),
-        (InvalidArgument, "root=None", lambda: tdx.reduce(x, None)),
+        (InvalidArgument, r"root 2 is outside 0\.\.1", lambda: tdx.reduce(x, 2)),
+        (InvalidArgument, r"root -1 is outside 0\.\.1", lambda: tdx.reduce(x, -1)),
+        (InvalidArgument, "root must be an int, got None", lambda: tdx.reduce(x, None)),
         (InvalidArgument, "algorithm='push'", lambda: tdx.reduce(x, 0, algorithm="push")),
         (Unsupported, "avg", lambda: tdx.reduce(ints, 0, "avg")),
     ]  # fmt: skip

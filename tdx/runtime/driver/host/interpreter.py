@@ -5,7 +5,7 @@ the kernel on the device's current stream, `JITFunction.__call__` (a device func
 function rewritten for the interpreter, and `triton.language` computes with NumPy. Compiling
 for a GPU no longer works in such a process: one family of backends per process.
 
-This is the only file besides builder.py that touches the interpreter's internals.
+The interpreter's internals are used here and in builder.py, its memory operations in executor.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdx import abi
 from tdx.runtime.driver.host.builder import HostBuilder, HostReduceOps, HostScanOps
 from tdx.runtime.driver.host.device import Device
 from tdx.runtime.driver.host.kernel import PreparedKernel
@@ -76,6 +77,7 @@ def take_over() -> None:
     interpreter.interpreter_builder = _builder
     interpreter.interpreter_semantic = TritonSemantic(_builder)
     interpreter.ReduceOps = HostReduceOps
+    abi.host_handle = TensorHandle
     interpreter.ScanOps = HostScanOps
     _patch_language()
     interpreted = interpreter.InterpretedFunction
