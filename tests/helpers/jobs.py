@@ -131,6 +131,7 @@ class Job:
         silent = [rank for rank in self._channels if rank not in results and rank not in lost]
         problems = self._problems(request, results, lost, silent)
         if problems:
+            self._end()  # `tdx run` has passed on all that the ranks had printed
             raise CaseFailure("\n".join([*problems, self._recent()]))
         outcomes = {result["outcome"] for result in results.values()}
         if outcomes == {"skipped"}:
@@ -229,16 +230,20 @@ class Job:
             raise CaseFailure(f"after its last case the job of {self.size} ranks {state}\n{text}")
 
     def kill(self) -> None:
-        """End the job; `tdx run` takes its ranks along."""
+        """End the job at once."""
+        self._end()
+        for channel in self._channels.values():
+            channel.socket.close()
+        self._output.close()
+
+    def _end(self) -> None:
+        """End `tdx run`, which takes its ranks along."""
         self._process.terminate()
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for channel in self._channels.values():
-            channel.socket.close()
-        self._output.close()
 
 
 class _Channel:
