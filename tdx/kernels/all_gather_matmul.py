@@ -49,6 +49,7 @@ from tdx.kernels.product import (
 )
 from tdx.kernels.select import constants
 from tdx.runtime.array import Array
+from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -65,7 +66,7 @@ def consume_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr, TRACE: tl.constexpr,
+    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Each block takes its share of every chunk's tiles, chunks in order of arrival."""
     columns = known(columns, EVEN)
@@ -78,6 +79,8 @@ def consume_kernel(
     done = tdl.nothing_done()
     for _ in range(0, units):
         unit, done, ok = tdl.wait_any(progress, units, world, number, done, first=me * chunks)
+        if DESCRIBED:
+            tdl.fence_async_proxy()
         arrived = 0
         if TRACE:
             arrived = _arrived(progress, units, number)
@@ -92,13 +95,13 @@ def consume_kernel(
         for tile in range(start, tiles_m * tiles_n, blocks):
             row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
             total = tile_product(
-                gathered + first_row * depth, b, scales + first_row, scale_b, row, col,
-                height, columns, depth, depth, 1, stride_bk, stride_bn, BM, BN, BK, PRECISION,
-                A_STEP, B_STEP,
+                gathered, b, scales, scale_b, first_row, row, col, height, columns, depth,
+                depth, 1, stride_bk, stride_bn,
+                BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
             )  # fmt: skip
             store_tile(
                 c + first_row * columns, total, bias, row, col, height, columns, columns, ok,
-                BM, BN, HAS_BIAS, ACTIVATION,
+                BM, BN, HAS_BIAS, ACTIVATION, DESCRIBED and BN > 128,
             )  # fmt: skip
             if TRACE:
                 at = (unit * tl.cdiv(chunk_rows, BM) + row) * tiles_n + col
@@ -170,7 +173,9 @@ class AllGatherMatmul(Plan):
             *lead, self._depth = self.shape_a
             self._rows = elements(lead)
             widest = max(n for _, n in self.shapes_b)
-            self.config = self.product.tile(config, world.backend, self._rows, widest, self._depth)
+            self.config = self.product.tile(
+                config, world, self._rows, widest, self._depth, self.group.size
+            )
             self._traced = trace
             shared.update(
                 a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype,
@@ -196,9 +201,9 @@ class AllGatherMatmul(Plan):
             )
 
     def _build(self, chunks: int, buffer: bool) -> None:
-        size = self.group.size
+        world, size, depth = self.world, self.group.size, self._depth
         block_m = self.config.block_m if chunks > 1 else 1  # no ragged tile at a chunk's end
-        shape = (self._rows, self._depth)
+        shape = (self._rows, depth)
         scaled, out = self.product.scaled, self.product.out_dtype
         self._gathering = Gathering(self, shape, self.dtype, chunks, block_m, scaled)
         lead = (size * self.shape_a[0], *self.shape_a[1:-1])
@@ -207,10 +212,11 @@ class AllGatherMatmul(Plan):
         self._traces = []
         for _, n in self.shapes_b:
             tiles = self._tiles(n) * size * self._gathering.chunks if self._traced else 0
-            self._traces.append(self.world.zeros((max(1, tiles),), "int32", symmetric=False))
+            self._traces.append(world.zeros((max(1, tiles),), "int32", symmetric=False))
         self._kernels: dict[Any, Callable[..., None]] = {}
         for i, (_, n) in enumerate(self.shapes_b):
-            self._consumer(i, (n, 1), 0, self.dtype)
+            if self.product.prepares(world, self.config, depth, n, (depth, 1, n, 1)):
+                self._consumer(i, (n, 1), 0, self.dtype, True)
 
     def _tiles(self, columns: int) -> int:
         """Tiles of one chunk."""
@@ -241,7 +247,7 @@ class AllGatherMatmul(Plan):
             to = self.output(outs[i], self._outs[i], self.out_shapes[i], product.out_dtype)
             vector = product.check_bias(world, biases[i], n, x)
             right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
-            run = self._consumer(i, y.strides, step_b, vector.dtype)
+            run = self._consumer(i, y.strides, step_b, vector.dtype, not y.address % 16)
             products.append((run, y, to, vector, right))
         handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
         if self._rows:
@@ -256,21 +262,27 @@ class AllGatherMatmul(Plan):
         return results[0] if self._single else results
 
     def _consumer(
-        self, i: int, strides: tuple[int, ...], step: int, bias: np.dtype
+        self, i: int, strides: tuple[int, ...], step: int, bias: np.dtype, aligned: bool
     ) -> Callable[..., None] | None:
-        """The product with b number `i` of these strides, bound at first use; None if empty."""
-        k, n = self.shapes_b[i]
-        key = (i, strides, step, bias)
+        """The product with b number `i`, so laid out, bound at first use; None if empty."""
+        key = (i, strides, step, bias, aligned)
+        product, (k, n) = self.product, self.shapes_b[i]
         if key not in self._kernels and n:
-            gathering, product = self._gathering, self.product
+            layout = (k, 1, *strides)
+            described = product.described(self.world, self.config, k, n, layout, aligned)
+            gathering, rows = self._gathering, self.group.size * self._rows
+            a, b = product.kinds(self.config, described, rows, k, n, layout)
+            gathered: Any = a.of(gathering.buffer) if isinstance(a, Described) else gathering.buffer
             tiles = self._tiles(n) * gathering.chunks * self.group.size
             self._kernels[key] = self.bind(
                 consume_kernel, blocks_for(self.world, tiles, gathering.blocks),
-                (self.dtype, product.out_dtype, bias, product.scale_dtype),
-                gathering.buffer, gathering.scales, gathering.progress, gathering.epoch,
+                (b, product.out_dtype, bias, product.scale_dtype),
+                gathered, gathering.scales, gathering.progress, gathering.epoch,
                 self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
                 gathering.chunks, *strides, TRACE=self._traced, **product.constants,
-                **product.product_constants(self.config, k, n, (k, 1), strides, (1, step)),
+                **product.product_constants(
+                    self.config, k, n, (k, 1), strides, (1, step), described
+                ),
             )  # fmt: skip
         return self._kernels.get(key)
 

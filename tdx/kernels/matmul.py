@@ -53,41 +53,59 @@ def grouped_tile(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _add_product(total, x, y, PRECISION: tl.constexpr):
+    """total + x . y"""
+    if x.dtype.is_fp8():
+        # sm_90 adds products of float8 in less than float32: no more of them than this
+        MOST: tl.constexpr = x.shape[1] if x.shape[1] < 128 else 128
+        return tl.dot(x, y, total, max_num_imprecise_acc=MOST)
+    return tl.dot(x, y, total, input_precision=PRECISION)
+
+
+@triton.jit
 def tile_product(
-    a, b, scale_a, scale_b, row, col, rows, columns, depth,
+    a, b, scale_a, scale_b, base, row, col, rows, columns, depth,
     stride_am, stride_ak, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    A_STEP: tl.constexpr, B_STEP: tl.constexpr,
+    B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """The float32 product of tile (row, col): (BM, BN), zero outside the matrices.
+    """The float32 product of tile (row, col) of A's `rows` rows from `base` on: (BM, BN).
 
-    float8 inputs are scaled: scales lie A_STEP, B_STEP elements apart; 0: one for all.
+    Zero outside B, and of rows beyond `rows` undefined. DESCRIBED: a and b are tensor descriptors,
+    b's of the transpose if B_UNIT is 0. float8 inputs are scaled: scales lie A_STEP, B_STEP
+    elements apart; 0: one for all.
     """
-    # scalars step through memory; the offsets of a tile's elements have 32 bits and stay
     rm = tl.arange(0, BM)
     rn = tl.arange(0, BN)
-    rk = tl.arange(0, BK)
-    first_row = tl.cast(row, tl.int64) * BM
+    first_row = base + tl.cast(row, tl.int64) * BM
     first_column = tl.cast(col, tl.int64) * BN
-    a_tile = a + first_row * stride_am
-    b_tile = b + first_column * stride_bn
-    a_at = rm[:, None] * stride_am + rk[None, :] * stride_ak
-    b_at = rk[:, None] * stride_bk + rn[None, :] * stride_bn
-    a_inside = rm[:, None] < rows - row * BM
-    b_inside = rn[None, :] < columns - col * BN
     total = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, depth, BK):
-        left = depth - start
-        x = tl.load(a_tile + a_at, mask=a_inside & (rk[None, :] < left), other=0.0)
-        y = tl.load(b_tile + b_at, mask=(rk[:, None] < left) & b_inside, other=0.0)
-        if x.dtype.is_fp8():
-            # sm_90 adds products of float8 in less than float32: no more of them than this
-            total = tl.dot(x, y, total, max_num_imprecise_acc=BK if BK < 128 else 128)
-        else:
-            total = tl.dot(x, y, total, input_precision=PRECISION)
-        a_tile += BK * stride_ak
-        b_tile += BK * stride_bk
-    if a.dtype.element_ty.is_fp8():
+    if DESCRIBED:
+        for start in range(0, depth, BK):
+            x = a.load([first_row.to(tl.int32), start])
+            if B_UNIT == 0:
+                y = b.load([first_column.to(tl.int32), start]).T
+            else:
+                y = b.load([start, first_column.to(tl.int32)])
+            total = _add_product(total, x, y, PRECISION)
+    else:
+        # scalars step through memory; the offsets of a tile's elements have 32 bits and stay
+        rk = tl.arange(0, BK)
+        a_tile = a + first_row * stride_am
+        b_tile = b + first_column * stride_bn
+        a_at = rm[:, None] * stride_am + rk[None, :] * stride_ak
+        b_at = rk[:, None] * stride_bk + rn[None, :] * stride_bn
+        a_inside = rm[:, None] < rows - row * BM
+        b_inside = rn[None, :] < columns - col * BN
+        for start in range(0, depth, BK):
+            left = depth - start
+            x = tl.load(a_tile + a_at, mask=a_inside & (rk[None, :] < left), other=0.0)
+            y = tl.load(b_tile + b_at, mask=(rk[:, None] < left) & b_inside, other=0.0)
+            total = _add_product(total, x, y, PRECISION)
+            a_tile += BK * stride_ak
+            b_tile += BK * stride_bk
+    kind = a.dtype if DESCRIBED else a.dtype.element_ty
+    if kind.is_fp8():
         scale_rows = tl.load(
             scale_a + (first_row + rm) * A_STEP, mask=rm < rows - row * BM, other=0.0
         )
@@ -131,8 +149,32 @@ def finish_tile(
 def store_tile(
     c, total, bias, row, col, rows, columns, stride_cm, when,
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    SPLIT: tl.constexpr = False,
 ):  # fmt: skip
     """Bias, activation, one rounding, and the store of a tile; nothing unless `when`."""
+    if SPLIT:
+        # half of the registers
+        halves = tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        _store(
+            c, left, bias, row, 2 * col, rows, columns, stride_cm, when, BM, BN // 2,
+            HAS_BIAS, ACTIVATION,
+        )  # fmt: skip
+        _store(
+            c, right, bias, row, 2 * col + 1, rows, columns, stride_cm, when, BM, BN // 2,
+            HAS_BIAS, ACTIVATION,
+        )  # fmt: skip
+    else:
+        _store(
+            c, total, bias, row, col, rows, columns, stride_cm, when, BM, BN, HAS_BIAS, ACTIVATION
+        )
+
+
+@triton.jit
+def _store(
+    c, total, bias, row, col, rows, columns, stride_cm, when,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
     total = finish_tile(total, bias, col, columns, BN, HAS_BIAS, ACTIVATION)
     rm = tl.arange(0, BM)
     rn = tl.arange(0, BN)
@@ -154,7 +196,7 @@ def matmul_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
@@ -165,12 +207,14 @@ def matmul_kernel(
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         total = tile_product(
-            a, b, scale_a, scale_b, row, col, rows, columns, depth,
-            stride_am, stride_ak, stride_bk, stride_bn, BM, BN, BK, PRECISION, A_STEP, B_STEP,
+            a, b, scale_a, scale_b, 0, row, col, rows, columns, depth,
+            stride_am, stride_ak, stride_bk, stride_bn,
+            BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
         )  # fmt: skip
         store_tile(
-            c, total, bias, row, col, rows, columns, columns, True, BM, BN, HAS_BIAS, ACTIVATION
-        )
+            c, total, bias, row, col, rows, columns, columns, True, BM, BN, HAS_BIAS, ACTIVATION,
+            DESCRIBED and BN > 128,
+        )  # fmt: skip
 
 
 def matmul(
@@ -243,13 +287,15 @@ def matmul(
     left, step_a = product.check_scale(world, left, shape[:-1], "scale_a", x)
     right, step_b = product.check_scale(world, right, (n,), "scale_b", x)
     steps = (step_a, step_b)
-    config = product.tile(config, world.backend, rows, n, k)
+    config = product.tile(config, world, rows, n, k)
     strides = (*strides, *y.strides)
+    aligned = not (x.address | y.address) % 16
+    described = product.described(world, config, k, n, strides, aligned)
     if rows and n:
         ops = (x, y, to, vector, left, right)
         run = remembered(
-            world, "matmul", (rows, n, k, strides, steps, vector.dtype, product, config),
-            lambda: _bind(world, (rows, n, k, *strides), steps, ops, product, config),
+            world, "matmul", (rows, n, k, strides, steps, vector.dtype, product, config, described),
+            lambda: _bind(world, (rows, n, k, *strides), steps, ops, product, config, described),
         )  # fmt: skip
         handle = call.handle()
         enter(world, handle, *ops)
@@ -259,12 +305,13 @@ def matmul(
 
 def _bind(
     world: World, sizes: Sequence[int], steps: tuple[int, int], ops: Sequence[Operand],
-    product: Product, config: Config,
+    product: Product, config: Config, described: bool,
 ) -> Callable[..., None]:  # fmt: skip
     rows, n, k, *strides = sizes
     tiles = -(-rows // config.block_m) * -(-n // config.block_n)
-    constants = product.product_constants(config, k, n, strides[:2], strides[2:], steps)
+    constants = product.product_constants(config, k, n, strides[:2], strides[2:], steps, described)
+    kinds = product.kinds(config, described, rows, k, n, strides)
     return world.driver.bind(
-        matmul_kernel, blocks_for(world, tiles), tuple(op.dtype for op in ops), sizes,
+        matmul_kernel, blocks_for(world, tiles), (*kinds, *(op.dtype for op in ops[2:])), sizes,
         constants | product.constants,
     )  # fmt: skip

@@ -74,7 +74,7 @@ def fused_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr, RANKS: tl.constexpr, ONE_SHOT: tl.constexpr,
+    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, RANKS: tl.constexpr, ONE_SHOT: tl.constexpr,
 ):  # fmt: skip
     """Push partials, reduce the own tiles and push them, take the others'.
 
@@ -100,8 +100,9 @@ def fused_kernel(
         tile = (begin + index) % tiles
         row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         total = tile_product(
-            a, b, scale_a, scale_b, row, col, rows, columns, depth,
-            stride_am, stride_ak, stride_bk, stride_bn, BM, BN, BK, PRECISION, A_STEP, B_STEP,
+            a, b, scale_a, scale_b, 0, row, col, rows, columns, depth,
+            stride_am, stride_ak, stride_bk, stride_bn,
+            BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
         )  # fmt: skip
         at, inside = _place(row, col, rows, columns, BM, BN)
         value = total.to(partials.dtype.element_ty)
@@ -175,7 +176,7 @@ class MatmulAllReduce(ReducedProduct):
     def _tile(self, config: Config | None) -> Config:
         """The tile; of few rows as narrow as it takes for every multiprocessor to have one."""
         m, world, (k, n) = self._rows, self.world, self.shape_b
-        tile = self.product.tile(config, world.backend, m, n, k)
+        tile = self.product.tile(config, world, m, n, k)
         if config is not None or world.backend == "host" or m > _FEW_ROWS:
             return tile
         width, enough = tile.block_n, world.driver.resident_blocks()
@@ -202,7 +203,9 @@ class MatmulAllReduce(ReducedProduct):
         self.out_shape = (*self.shape_a[:-1], columns)
         self._out = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
         self._kernels: dict[Any, Callable[..., None]] = {}
-        self._kernel((self.shape_a[-1], 1, columns, 1), (0, 0), self.dtype)
+        usual = (self.shape_a[-1], 1, columns, 1)
+        if self.product.prepares(self.world, config, *self.shape_b, usual):
+            self._kernel(usual, (0, 0), self.dtype, True)
 
     def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
         """Queue the operation; returns `out`, or the plan's buffer when it is None.
@@ -210,26 +213,31 @@ class MatmulAllReduce(ReducedProduct):
         `out` must not overlap a or b. `extras`: bias, scale_a and scale_b, as matmul has them.
         """
         ops, strides, steps = self._operands(a, b, out, **extras)
-        run = self._kernel(strides, steps, ops[-1].dtype)
+        aligned = not (ops[0].address | ops[1].address) % 16
+        run = self._kernel(strides, steps, ops[-1].dtype, aligned)
         handle = self.begin(stream, *ops)
         if self._tiles:
             run(handle, *ops)
         return self._out if out is None else out
 
     def _kernel(
-        self, strides: tuple[int, ...], steps: tuple[int, int], bias: Any
+        self, strides: tuple[int, ...], steps: tuple[int, int], bias: Any, aligned: bool
     ) -> Callable[..., None]:
-        """The kernel for operands of these strides and a bias of this type, bound at first use."""
-        key = (strides, steps, bias)
+        """The kernel for operands so laid out, bound at first use."""
+        key = (strides, steps, bias, aligned)
         if key not in self._kernels:
             product, (k, n) = self.product, self.shape_b
+            described = product.described(self.world, self.config, k, n, strides, aligned)
             scale = product.scale_dtype
+            a, b = product.kinds(self.config, described, self._rows, k, n, strides)
             self._kernels[key] = self.bind(
                 fused_kernel, self._blocks,
-                (self.dtype, self.dtype, scale, scale, product.out_dtype, bias),
+                (a, b, scale, scale, product.out_dtype, bias),
                 *self._shared, k, *strides, **product.constants, RANKS=self.group.size,
                 ONE_SHOT=self.algorithm == "one_shot",
-                **product.product_constants(self.config, k, n, strides[:2], strides[2:], steps),
+                **product.product_constants(
+                    self.config, k, n, strides[:2], strides[2:], steps, described
+                ),
             )  # fmt: skip
         return self._kernels[key]
 

@@ -55,7 +55,7 @@ def produce_kernel(
     stride_am, stride_ak, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, A_UNIT: tl.constexpr, B_UNIT: tl.constexpr,
-    A_STEP: tl.constexpr, B_STEP: tl.constexpr, EVEN: tl.constexpr,
+    A_STEP: tl.constexpr, B_STEP: tl.constexpr, EVEN: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of all owners' `rows` rows, the next rank's first, and push them."""
     columns = known(columns, EVEN)
@@ -73,11 +73,10 @@ def produce_kernel(
         owner = (me + 1 + index // tiles) % ranks
         tile = index % tiles
         row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-        first_row = owner.to(tl.int64) * rows
         total = tile_product(
-            a + first_row * stride_am, b, scale_a + first_row * A_STEP, scale_b,
-            row, col, rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
-            BM, BN, BK, PRECISION, A_STEP, B_STEP,
+            a, b, scale_a, scale_b, owner.to(tl.int64) * rows, row, col, rows, columns, depth,
+            stride_am, stride_ak, stride_bk, stride_bn,
+            BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
         )  # fmt: skip
         slot = ((number & 1).to(tl.int64) * ranks + me) * rows * columns
         to = tdl.symm_at(partials + slot, owner, world)
@@ -136,7 +135,7 @@ class MatmulReduceScatter(ReducedProduct):
             )
         self._rows = elements(self.shape_a[:-1]) // size
         depth, columns = self.shape_b
-        tile = self.product.tile(config, self.world.backend, self._rows, columns, depth)
+        tile = self.product.tile(config, self.world, self._rows, columns, depth, size)
         return tile, algorithm or "fused"
 
     def _build(self, buffer: bool) -> None:
@@ -151,7 +150,9 @@ class MatmulReduceScatter(ReducedProduct):
         self._out = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
         self._kernels: dict[Any, Callable[..., None]] = {}
         self._begin = self.bind(begin_kernel, 1, (), epoch, num_warps=1)
-        self._producer((self.shape_a[-1], 1, columns, 1), (0, 0))
+        usual = (self.shape_a[-1], 1, columns, 1)
+        if self.product.prepares(self.world, config, *self.shape_b, usual):
+            self._producer(usual, (0, 0), True)
         self._reducer(self.dtype)
 
     def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
@@ -161,7 +162,8 @@ class MatmulReduceScatter(ReducedProduct):
         """
         ops, strides, steps = self._operands(a, b, out, **extras)
         *inputs, to, vector = ops
-        produce, reduce = self._producer(strides, steps), self._reducer(vector.dtype)
+        produce = self._producer(strides, steps, not (inputs[0].address | inputs[1].address) % 16)
+        reduce = self._reducer(vector.dtype)
         handle = self.begin(stream, *ops)
         if self._tiles:
             self._begin(handle)
@@ -169,16 +171,25 @@ class MatmulReduceScatter(ReducedProduct):
             reduce(handle, to, vector)
         return self._out if out is None else out
 
-    def _producer(self, strides: tuple[int, ...], steps: tuple[int, int]) -> Callable[..., None]:
-        """The product of operands of these strides, bound at first use."""
-        key = (strides, steps)
+    def _producer(
+        self, strides: tuple[int, ...], steps: tuple[int, int], aligned: bool
+    ) -> Callable[..., None]:
+        """The product of operands so laid out, bound at first use."""
+        key = (strides, steps, aligned)
         if key not in self._kernels:
             product, (k, n) = self.product, self.shape_b
-            kinds = (self.dtype, self.dtype, product.scale_dtype, product.scale_dtype)
+            described = product.described(self.world, self.config, k, n, strides, aligned)
+            rows = self.group.size * self._rows
+            kinds = (
+                *product.kinds(self.config, described, rows, k, n, strides),
+                product.scale_dtype, product.scale_dtype,
+            )  # fmt: skip
             self._kernels[key] = self.bind(
                 produce_kernel, blocks_for(self.world, self._tiles * self.group.size), kinds,
                 *self._shared, k, *strides,
-                **product.product_constants(self.config, k, n, strides[:2], strides[2:], steps),
+                **product.product_constants(
+                    self.config, k, n, strides[:2], strides[2:], steps, described
+                ),
             )  # fmt: skip
         return self._kernels[key]
 

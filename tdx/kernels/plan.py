@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdx.kernels.operand import Operand, check_operand, check_output, operand
 from tdx.runtime import dtypes
@@ -30,6 +31,7 @@ from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array
 from tdx.runtime.block import Block
 from tdx.runtime.config import config
+from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import (
     Closed,
     DriverError,
@@ -131,11 +133,13 @@ class Plan:
     ) -> Callable[..., None]:
         """A kernel of `grid` blocks, compiled and loaded, so that calls do neither.
 
-        `pointers` are the dtypes of its leading parameters; `args` are all other run-time ones.
-        Returns `run(stream, *operands)`, with an operand for each leading parameter.
+        `pointers` are the dtypes of its leading parameters, or Described; `args` are all other
+        run-time ones. Returns `run(stream, *operands)`, with an operand for each leading parameter.
         """
         self._memory.extend(_blocks_of(args))
-        kinds = tuple(dtypes.resolve(dtype) for dtype in pointers)
+        kinds = tuple(
+            kind if isinstance(kind, Described) else dtypes.resolve(kind) for kind in pointers
+        )
         return self.world.driver.bind(kernel, grid, kinds, args, constants)
 
     def result_buffer(self, shape: Sequence[int], dtype: Any, wanted: bool) -> Array | None:
@@ -272,5 +276,7 @@ def _blocks_of(args: Iterable[Any]) -> Iterator[Block]:
     for arg in args:
         if isinstance(arg, Array):
             yield arg._block
+        elif isinstance(arg, TensorDescriptor):
+            yield from _blocks_of((arg.base,))
         elif isinstance(arg, tuple):
             yield from _blocks_of(arg)

@@ -17,6 +17,7 @@ from tdx.kernels.call import Call, remembered
 from tdx.kernels.operand import Operand, operand
 from tdx.kernels.select import FLOAT8_DEPTH, constants, power_of_two, tile_for
 from tdx.runtime import dtypes
+from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -52,6 +53,9 @@ class Config:
         Rows of tiles that are walked through together.
     num_warps, num_stages : int
         Warps of a block, and depth of the load pipeline.
+    descriptors : bool, optional
+        Whether a and b are read through tensor descriptors (TMA). None: where the GPU has them
+        (sm_90 and later) and the operands allow it. True, and they do not: Unsupported says why.
     """
 
     block_m: int
@@ -60,6 +64,7 @@ class Config:
     group_m: int = 8
     num_warps: int = 8
     num_stages: int = 3
+    descriptors: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
@@ -160,10 +165,15 @@ class Product:
         """Constexpr arguments of a kernel that stores results."""
         return {"HAS_BIAS": self.bias, "ACTIVATION": self.activation or "none"}
 
-    def tile(self, config: Config | None, backend: str, m: int, n: int, k: int) -> Config:
-        """`config` if it will do, or else the tile for a product of this size."""
+    def tile(
+        self, config: Config | None, world: World, m: int, n: int, k: int, parts: int = 1
+    ) -> Config:
+        """`config` if it will do, or else the tile for `parts` products of this size."""
         if config is None:
-            tile = tile_for(backend, m, n, k, self.dtype.itemsize)
+            backend, usual = world.backend, Config(16, 16, 16)
+            described = self.described(world, usual, k, n, (k, 1, n, 1))
+            blocks = -(-world.driver.resident_blocks() // parts)
+            tile = tile_for(backend, m, n, k, self.dtype.itemsize, described, blocks)
             return Config(*tile, num_stages=constants(backend).stages)
         if self.scaled and config.block_k < FLOAT8_DEPTH:
             raise InvalidArgument(
@@ -171,15 +181,76 @@ class Product:
             )
         return config
 
+    def described(
+        self, world: World, config: Config, k: int, n: int, strides: Sequence[int],
+        aligned: bool = True,
+    ) -> bool:  # fmt: skip
+        """Whether a and b, with two strides each, are read through tensor descriptors.
+
+        `aligned`: they begin at multiples of 16 bytes.
+        """
+        if config.descriptors is False or (config.descriptors is None and world.backend == "host"):
+            return False
+        refusal = self._undescribed(world, config, k, n, strides, aligned)
+        if refusal and config.descriptors:
+            raise Unsupported(f"descriptors=True: {refusal}; leave it None for other loads there")
+        return refusal is None
+
+    def prepares(
+        self, world: World, config: Config, k: int, n: int, strides: Sequence[int]
+    ) -> bool:
+        """Whether `config` lets a kernel be prepared for operands with these strides."""
+        return not config.descriptors or not self._undescribed(world, config, k, n, strides, True)
+
+    def _undescribed(
+        self, world: World, config: Config, k: int, n: int, strides: Sequence[int],
+        aligned: bool,
+    ) -> str | None:  # fmt: skip
+        """Why descriptors will not do. The limits are those of cuTensorMapEncodeTiled."""
+        arch, size = world.device.arch, self.dtype.itemsize
+        if world.backend == "hip" or (world.backend == "cuda" and int(arch[3:]) < 90):
+            return f"{arch} has no tensor descriptors"
+        if size == 4:
+            return f"products of {self.dtype} take none"
+        if max(config.block_m, config.block_n, config.block_k) > 256:
+            return "a side of the tile is longer than 256"
+        if not k or not n:
+            return "a or b is empty"
+        if not aligned:
+            return "a or b does not begin at a multiple of 16 bytes"
+        a_row, a_unit, *b_strides = strides
+        along_n = b_strides[1] == 1 and not self.scaled  # Hopper reads float8 along K only
+        if a_unit != 1 or not (along_n or b_strides[0] == 1):
+            wanted = "K" if self.scaled else "K or N"
+            return f"a must be contiguous along K and b along {wanted}"
+        lines = ((a_row, k), (b_strides[0], n) if along_n else (b_strides[1], k))
+        if any(step * size % 16 or step < extent for step, extent in lines):
+            return "rows of a or lines of b do not lie multiples of 16 bytes apart"
+        return None
+
+    def kinds(
+        self, config: Config, described: bool, rows: int, k: int, n: int, strides: Sequence[int]
+    ) -> tuple[np.dtype | Described, np.dtype | Described]:
+        """What a kernel takes as a, of `rows` rows in all, and b with these strides."""
+        if not described:
+            return self.dtype, self.dtype
+        tile_m, tile_n, tile_k = config.block_m, config.block_n, config.block_k
+        a = Described(self.dtype, (max(1, rows), k), (strides[0], 1), (tile_m, tile_k))
+        if _unit(strides[2:]) == 1:
+            b = Described(self.dtype, (k, n), (strides[2], 1), (tile_k, tile_n))
+        else:
+            b = Described(self.dtype, (n, k), (strides[3], 1), (tile_n, tile_k))
+        return a, b
+
     def product_constants(
         self, config: Config, k: int, n: int, a: Sequence[int], b: Sequence[int],
-        steps: tuple[int, int] = (0, 0),
+        steps: tuple[int, int] = (0, 0), described: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         """Constexpr arguments and options of a kernel with a product of these extents, strides.
 
         `steps`: how far apart the scales of rows and of columns are; 0 where one is for all.
         """
-        units = [1 if s[1] == 1 else 0 if s[0] == 1 else -1 for s in (a, b)]
+        units = [_unit(a), _unit(b)]
         rest = [
             stride
             for strides, unit in zip((a, b), units, strict=True)
@@ -202,6 +273,7 @@ class Product:
             "A_STEP": steps[0],
             "B_STEP": steps[1],
             "EVEN": not any(extent % 16 for extent in (k, n, *rest)),
+            "DESCRIBED": described,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
@@ -252,6 +324,11 @@ class Product:
                 f"{shape}; got shape {op.shape}"
             )
         return op, 1
+
+
+def _unit(strides: Sequence[int]) -> int:
+    """Along which axis of a matrix elements are neighbours; -1: along neither."""
+    return 1 if strides[1] == 1 else 0 if strides[0] == 1 else -1
 
 
 def _constant(world: World, value: float, what: str) -> Operand:

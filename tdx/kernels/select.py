@@ -47,6 +47,8 @@ class Constants:
         Blocks an elementwise kernel is spread over, if it is large enough.
     tile : tuple[int, int, int]
         Rows, columns and depth in bytes of a matmul's tile.
+    described_columns : int
+        Columns of a tile that tensor descriptors fill, of a product with a tile for every block.
     stages : int
         Depth of a matmul's load pipeline.
     matmul_blocks : int
@@ -61,6 +63,7 @@ class Constants:
     block_elements: tuple[int, int]
     blocks: int
     tile: tuple[int, int, int]
+    described_columns: int
     stages: int
     matmul_blocks: int
     push_blocks: int
@@ -70,9 +73,9 @@ class Constants:
 # A GPU's tile of 128 x 128 x 128 bytes takes 32 KiB of shared memory a stage.
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
-    "host": Constants(1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 1, 2, 1, 1),
-    "cuda": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 3, 1 << 10, 16, 8),
-    "hip": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 2, 1 << 10, 16, 8),
+    "host": Constants(1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 256, 1, 2, 1, 1),
+    "cuda": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 256, 3, 1 << 10, 16, 8),
+    "hip": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 128, 2, 1 << 10, 16, 8),
 }
 
 
@@ -262,9 +265,15 @@ def broadcast_round_bytes(backend: str, nbytes: int) -> int:
 FLOAT8_DEPTH = 32  # least depth of a tile of float8: what tensor cores take at a time
 
 
-def tile_for(backend: str, m: int, n: int, k: int, itemsize: int) -> tuple[int, int, int]:
-    """Rows, columns and depth of a product's tile: no larger than the product asks for."""
-    rows, columns, depth_bytes = constants(backend).tile
+def tile_for(
+    backend: str, m: int, n: int, k: int, itemsize: int, described: bool = False, blocks: int = 1
+) -> tuple[int, int, int]:
+    """Rows, columns and depth of a product's tile: no larger than the product asks for.
+
+    `described`: tensor descriptors fill it; `blocks`: how many run at once.
+    """
+    limits = constants(backend)
+    rows, columns, depth_bytes = limits.tile
     if backend != "host":
         if itemsize == 4:  # IEEE float32 has no tensor cores: its operands need registers
             columns //= 2
@@ -274,9 +283,13 @@ def tile_for(backend: str, m: int, n: int, k: int, itemsize: int) -> tuple[int, 
             k % 16 or n % 16
         ):  # single elements are loaded, each with its own mask
             rows, columns, depth_bytes = rows // 2, columns // 2, depth_bytes // 2
+        elif described and itemsize == 2:  # the partial sums of float8 need more registers
+            wide = limits.described_columns
+            if -(-m // rows) * -(-n // wide) >= blocks:
+                columns = wide
     least = FLOAT8_DEPTH if itemsize == 1 else 16
-    limits = ((rows, m, 16), (columns, n, 16), (depth_bytes // itemsize, k, least))
-    fitted = [max(low, min(limit, power_of_two(extent))) for limit, extent, low in limits]
+    wanted = ((rows, m, 16), (columns, n, 16), (depth_bytes // itemsize, k, least))
+    fitted = [max(low, min(limit, power_of_two(extent))) for limit, extent, low in wanted]
     return fitted[0], fitted[1], fitted[2]
 
 

@@ -7,6 +7,7 @@ to 3.9. `install` makes the shim Triton's active driver; `restore` puts back wha
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver as StockDriver
-from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, make_tensordesc_arg
 from triton.runtime import _allocation
 
 from tdx.runtime.errors import DriverError, TdxError, Unsupported
@@ -26,11 +27,15 @@ from tdx.runtime.triton_driver import (
 )
 
 if TYPE_CHECKING:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     from tdx.runtime.driver.cuda import CudaDriver
 
-__all__ = ["Compiled", "Shim", "compile_kernel", "install"]
+__all__ = ["Compiled", "Shim", "TensorMap", "compile_kernel", "install"]
 
 _CACHE_BYTES = 256 << 20  # what do_bench overwrites to empty the L2 cache
+_MAP_BYTES = 128  # of the driver's CUtensorMap
+_MAP_OPTIONS = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 
 
 class _Utils:
@@ -195,6 +200,8 @@ class Compiled:
     kinds : tuple
         Triton's types of the parameters in order, "constexpr" for those that were compiled in,
         and tuples of types for tuples.
+    maps : tuple
+        How the code expects its tensor descriptors to be encoded, in the order of parameters.
     name : str
     """
 
@@ -202,7 +209,29 @@ class Compiled:
     threads: int
     shared_bytes: int
     kinds: tuple[Any, ...]
+    maps: tuple[dict[str, Any], ...]
     name: str
+
+
+class TensorMap:
+    """A tensor descriptor as the driver encodes it.
+
+    Attributes
+    ----------
+    address : int
+        Of the 128 bytes that a launch takes.
+    words : list[int]
+        The parameters that follow: shape and strides.
+    """
+
+    def __init__(self, descriptor: TensorDescriptor, expected: dict[str, Any]):
+        """`expected`: the entry of Compiled.maps."""
+        try:
+            self._holder, *self.words = make_tensordesc_arg(descriptor, expected, *_MAP_OPTIONS)
+        except RuntimeError as error:
+            raise DriverError(f"the GPU's driver refuses {descriptor}: {error}") from error
+        # the last field of Triton's object
+        self.address = id(self._holder) + type(self._holder).__basicsize__ - _MAP_BYTES
 
 
 _loaded: dict[tuple[int, str], int] = {}  # by GPU and hash; they stay, as in Triton itself
@@ -236,6 +265,5 @@ def compile_kernel(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> C
             f"kernel {kernel.__name__} could not be compiled or loaded "
             f"({type(error).__name__}: {error})"
         ) from error
-    return Compiled(
-        int(function), 32 * warps, shared, tuple(compiled.src.signature.values()), compiled.name
-    )
+    kinds, maps = tuple(compiled.src.signature.values()), metadata.tensordesc_meta or ()
+    return Compiled(int(function), 32 * warps, shared, kinds, tuple(maps), compiled.name)

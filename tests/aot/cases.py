@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.aot.harness import AMD, Job
 
-__all__ = ["CASES", "FLOAT8", "PRODUCTS", "job"]
+__all__ = ["CASES", "DESCRIBED", "FLOAT8", "PRODUCTS", "job"]
 
 POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "float64": "*fp64", "int32": "*i32",
            "float8_e4m3fn": "*fp8e4nv"}  # fmt: skip
@@ -133,7 +133,9 @@ def _words(kernel: str, word: str, **more):
     return _moved(f"{kernel}.low_latency_kernel", word, constants, ("root", "count", "vectors"))
 
 
-def _product(kernel: str, dtype: str, hip: bool, b_unit: int = 1, **chosen):
+def _product(
+    kernel: str, dtype: str, hip: bool, b_unit: int = 1, described: bool = False, **chosen
+):
     """A matmul's kernel as select.py would have it for a large product."""
     from tdx.kernels.select import constants, tile_for
 
@@ -143,8 +145,9 @@ def _product(kernel: str, dtype: str, hip: bool, b_unit: int = 1, **chosen):
     values = {
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "PRECISION": "ieee", "HAS_BIAS": True,
         "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": True, "TRACE": False,
-        "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, **chosen,
+        "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "DESCRIBED": described,
     }  # fmt: skip
+    values |= chosen
     pointer = POINTER[dtype]
     out = POINTER["bfloat16"] if size == 1 else pointer
     types = {
@@ -161,6 +164,12 @@ def _product(kernel: str, dtype: str, hip: bool, b_unit: int = 1, **chosen):
         ),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
+    if described:
+        bm, bn, bk = (values[name] for name in ("BM", "BN", "BK"))
+        kind = pointer[1:]
+        types["a"] = types["gathered"] = f"tensordesc<{kind}[{bm}, {bk}]>"
+        block = [bn, bk] if b_unit == 0 else [bk, bn]
+        types["b"] = f"tensordesc<{kind}{block}>"
     options = {"num_warps": 8, "num_stages": constants(backend).stages}
     return kernel, types, values, options
 
@@ -247,7 +256,20 @@ FLOAT8 = {
     "produce-fp8": ("matmul_reduce_scatter.produce_kernel", "float8_e4m3fn", {"b_unit": 0}),
     "fused-fp8": ("matmul_all_reduce.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
 }
-PRODUCTS |= FLOAT8
+WIDE = {"described": True, "BN": 256}  # what select.py takes for large products
+DESCRIBED = {
+    "matmul-described": ("matmul.matmul_kernel", "bfloat16", WIDE),
+    "matmul-described-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0, **WIDE}),
+    "matmul-described-fp8": (
+        "matmul.matmul_kernel",
+        "float8_e4m3fn",
+        {"b_unit": 0, "described": True},
+    ),
+    "consume-described": ("all_gather_matmul.consume_kernel", "bfloat16", WIDE),
+    "produce-described": ("matmul_reduce_scatter.produce_kernel", "bfloat16", WIDE),
+    "fused-described": ("matmul_all_reduce.fused_kernel", "bfloat16", WIDE),
+}
+PRODUCTS |= FLOAT8 | DESCRIBED
 
 
 def job(case: str, target: str) -> Job:

@@ -7,11 +7,18 @@ import re
 import pytest
 
 from tests.aot.assembly import in_loop, in_order, instructions, positions
-from tests.aot.cases import CASES, FLOAT8, PRODUCTS, job
+from tests.aot.cases import CASES, DESCRIBED, FLOAT8, PRODUCTS, job
 from tests.aot.harness import AMD, NVIDIA, TARGETS, compile_jobs
 
 ALL = [*CASES, *PRODUCTS]
-TAKEN = [(case, t) for case in ALL for t in TARGETS if case not in FLOAT8 or t != "sm_80"]
+WITH_DESCRIPTORS = ("sm_90", "sm_100")
+TAKEN = [
+    (case, target)
+    for case in ALL
+    for target in TARGETS
+    if (case not in FLOAT8 or target != "sm_80")
+    and (case not in DESCRIBED or target in WITH_DESCRIPTORS)
+]
 WAITING = [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-scaled", "push-all",
     "push-one", "root-words-i64", "broadcast-scatter", "barrier", "consume-bf16", "consume-fp32",
@@ -56,7 +63,7 @@ def test_compiles_without_spills(outcome, case, target):
     elif case.startswith(("low_latency", "push-", "words", "root-words")):
         assert outcome.stack <= 64  # the frame of a call on the slow path
     elif case.startswith(("two_shot", "scatter-", "norm-two_shot")) or (
-        "fp32" in case and case in PRODUCTS
+        ("fp32" in case and case in PRODUCTS) or case in DESCRIBED
     ):
         assert outcome.stack <= 64  # the assembler gives up some so that two blocks fit
     else:
@@ -91,6 +98,18 @@ def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
         assert not positions(code, r"cp\.async\.ca")
     else:
         assert positions(code, r"(global|buffer)_load(_lds)?_dwordx4")
+
+
+@pytest.mark.parametrize("target", WITH_DESCRIPTORS)
+@pytest.mark.parametrize("case", DESCRIBED)
+def test_described_products_load_by_descriptors(outcome, case, target):
+    code = outcome.code
+    load = r"cp\.async\.bulk\.tensor\.2d\.shared\S*\.global"
+    assert positions(code, {"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma"}[target])
+    assert positions(code, load)
+    assert not positions(code, r"cp\.async\.c[ag]")
+    if case.startswith("consume"):  # what a peer has stored and signalled, these loads see
+        assert in_order(code, r"ld\.acquire\.sys", r"fence\.proxy\.async;", load)
 
 
 @pytest.mark.parametrize(("case", "target"), [pair for pair in TAKEN if pair[0] in FLOAT8])

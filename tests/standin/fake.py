@@ -38,7 +38,7 @@ def build(folder: Path) -> Path:
 class Fake:
     """The loaded stand-in. Its settings (`devices`, `memory`, ...) are attributes; see core.c."""
 
-    _LONG = ("memory", "launches", "calls_after_fork")
+    _LONG = ("memory", "launches", "first_argument", "calls_after_fork")
 
     def __init__(self) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.standin.ranks import Rank, scenario
 
@@ -42,6 +43,60 @@ def products_of_float8(rank: Rank) -> None:
             assert "need sm_89 or later, not sm_80; use bfloat16" in str(refused)
             world.barrier()
         assert np.isfinite(tdx.matmul(np.ones((4, 4), "f4"), np.ones((4, 4), "f4"))).all()
+    finally:
+        rank.fake.compute = 90
+        world.close()
+
+
+@scenario(2)
+def products_through_descriptors(rank: Rank) -> None:
+    """Encoded for each address, and only for operands that the hardware takes."""
+    import tdx
+    from tdx.kernels.matmul import Config
+
+    described = Config(64, 64, 64, descriptors=True)
+    with rank.leaves_modules():
+        world = rank.init()
+        b = world.zeros((64, 48), "bfloat16", symmetric=False)
+        arrays = [world.zeros((32, 72), "bfloat16", symmetric=False)[:, :64] for _ in range(3)]
+        for a in arrays * 2:
+            tdx.matmul(a, b)
+            assert (rank.fake.described, rank.fake.first_argument) == (1, a.data_ptr())
+        encoded = rank.fake.calls()["cuTensorMapEncodeTiled"]
+        tdx.matmul(arrays[0], b)
+        assert rank.fake.calls()["cuTensorMapEncodeTiled"] == encoded
+        tdx.matmul(a, b, config=Config(64, 64, 64, descriptors=False))
+        assert (rank.fake.described, rank.fake.first_argument) == (0, a.data_ptr())
+        odd = world.zeros((32, 72), "bfloat16", symmetric=False)[:, 1:65]
+        tdx.matmul(odd, b)
+        assert (rank.fake.described, rank.fake.first_argument) == (0, odd.data_ptr())
+        with pytest.raises(
+            tdx.errors.Unsupported, match="does not begin at a multiple of 16 bytes"
+        ):
+            tdx.matmul(odd, b, config=described)
+        first, second = (world.zeros((32, 64), "bfloat16", symmetric=False) for _ in range(2))
+        for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+            for y in (b, world.zeros((48, 64), "bfloat16", symmetric=False).T):
+                getattr(tdx, name)(first, y, config=described)
+                with tdx.graph(world) as graph:
+                    getattr(tdx, name)(second, y, config=described)
+                graph.replay()
+        rank.fake.fail("cuTensorMapEncodeTiled")
+        fresh = world.zeros((32, 64), "bfloat16", symmetric=False)
+        with pytest.raises(tdx.errors.DriverError, match="Failed to create tensor map descriptor"):
+            tdx.matmul(fresh, b)
+        rank.fake.heal()
+        tdx.matmul(fresh, b)
+        world.close()
+        del a, b, y, arrays, odd, first, second, fresh, graph
+    rank.fake.compute = 80
+    world = rank.init()
+    try:
+        a, b = (world.zeros(s, "bfloat16", symmetric=False) for s in ((32, 64), (64, 48)))
+        tdx.matmul(a, b)
+        assert (rank.fake.described, rank.fake.first_argument) == (0, a.data_ptr())
+        with pytest.raises(tdx.errors.Unsupported, match="sm_80 has no tensor descriptors"):
+            tdx.matmul(a, b, config=described)
     finally:
         rank.fake.compute = 90
         world.close()

@@ -137,6 +137,19 @@ def test_tiles_fit_the_product(backend):
             assert config.block_k >= (FLOAT8_DEPTH if itemsize == 1 else 16)
 
 
+def test_tiles_that_descriptors_fill_are_wide_if_every_block_has_one():
+    usual, wide = CONSTANTS["cuda"].tile[1], CONSTANTS["cuda"].described_columns
+    assert wide > usual
+    for m, n, blocks, columns in [
+        (4096, 4096, 132, wide), (1024, 4096, 132, usual), (1024, 4096, 33, wide),
+        (128, wide, 1, wide), (128, usual, 1, usual),
+    ]:  # fmt: skip
+        assert tile_for("cuda", m, n, 4096, 2, True, blocks)[1] == columns
+        assert tile_for("cuda", m, n, 4096, 2)[1] == usual
+    assert tile_for("cuda", 4096, 4096, 4096, 1, True)[1] == usual
+    assert tile_for("cuda", 4096, 4096 + 8, 4096, 2, True)[1] < usual
+
+
 @pytest.mark.parametrize(
     ("multiples", "expected"),
     [

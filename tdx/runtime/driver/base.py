@@ -10,12 +10,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdx.runtime.faults import Pointer
+
+if TYPE_CHECKING:
     from tdx.runtime.stream import Here
 
-__all__ = ["DeviceInfo", "Driver"]
+__all__ = ["Described", "DeviceInfo", "Driver"]
+
+
+@dataclass(frozen=True)
+class Described:
+    """A leading parameter that a kernel takes as a tensor descriptor.
+
+    Attributes
+    ----------
+    dtype : np.dtype
+    shape, strides : tuple[int, ...]
+        Of the memory, in elements; the last stride is 1.
+    block : tuple[int, ...]
+        What a load of the kernel reads.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+    def at(self, address: int, owner: object = None) -> TensorDescriptor:
+        """The argument for memory at `address`, a multiple of 16."""
+        return self.of(Pointer(address, self.dtype, owner))
+
+    def of(self, base: Any) -> TensorDescriptor:
+        """The argument for an array."""
+        return TensorDescriptor(base, list(self.shape), list(self.strides), list(self.block))
 
 
 @dataclass(frozen=True)
@@ -227,14 +257,15 @@ class Driver(Protocol):
         """Where a plain `kernel[grid](...)` of this thread goes."""
 
     def bind(
-        self, kernel: Any, grid: int, pointers: Sequence[np.dtype], args: Sequence[Any],
-        named: dict[str, Any],
+        self, kernel: Any, grid: int, pointers: Sequence[np.dtype | Described],
+        args: Sequence[Any], named: dict[str, Any],
     ) -> Callable[..., None]:  # fmt: skip
         """One of tdx's own kernels with `grid` blocks, compiled and loaded where there is a GPU.
 
-        `pointers` are the element types of its leading parameters, `args` all other run-time
-        ones, `named` constexprs and options. Returns `run(stream, *operands)` with an operand
-        (`address`, `owner`) for each leading parameter. One thread at a time may run it.
+        `pointers` are the element types of its leading parameters, or how these are described,
+        `args` all other run-time ones, `named` constexprs and options. Returns
+        `run(stream, *operands)` with an operand (`address`, `owner`) for each leading parameter.
+        One thread at a time may run it.
         """
 
     def resident_blocks(self) -> int:

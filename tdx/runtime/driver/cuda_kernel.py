@@ -14,11 +14,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tdx.runtime.driver.base import Described
 from tdx.runtime.driver.cuda_device import call, cu
 from tdx.runtime.errors import DriverError
 from tdx.runtime.faults import Pointer
 from tdx.runtime.stream import NOWHERE
-from tdx.runtime.triton_driver_cuda import compile_kernel
+from tdx.runtime.triton_driver_cuda import TensorMap, compile_kernel
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.cuda import CudaDriver
@@ -28,6 +31,7 @@ __all__ = ["BoundKernel"]
 cuLaunchKernelEx = cu.cuLaunchKernelEx
 _INTEGERS = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64")
 _SCRATCH = 2  # pointers that Triton adds to the parameters: unused scratch memory
+_KEPT_MAPS = 64
 _VECTOR = 16  # bytes: Triton compiles other code for pointers that are not aligned to this
 
 
@@ -54,7 +58,10 @@ class BoundKernel:
         filling.acquire()  # in half the time of `with`
         try:
             layout = self._unaligned(addresses) if low % _VECTOR else self._aligned
-            layout.values[: len(addresses)] = addresses
+            if layout.described:
+                layout.fill(addresses)
+            else:
+                layout.values[: len(addresses)] = addresses
             if stream != layout.stream:
                 layout.stream = stream
                 layout.config.hStream = cu.CUstream(stream)
@@ -86,24 +93,48 @@ class BoundKernel:
     def _layout(self, offsets: tuple[int, ...]) -> _Layout:
         kernel, grid, pointers, args, named = self._make
         # any addresses do that are aligned like the real ones
-        leading = [Pointer(at, dtype) for at, dtype in zip(offsets, pointers, strict=True)]
-        return _Layout(kernel, grid, [*leading, *args], named)
+        leading = [
+            kind.at(at) if isinstance(kind, Described) else Pointer(at, kind)
+            for at, kind in zip(offsets, pointers, strict=True)
+        ]
+        return _Layout(kernel, grid, pointers, [*leading, *args], named)
 
 
 class _Layout:
     """The compiled kernel for operands of one alignment, and its parameters in memory."""
 
-    def __init__(self, kernel: Any, grid: int, args: list[Any], named: dict[str, Any]):
+    def __init__(
+        self, kernel: Any, grid: int, pointers: Sequence[Any], args: list[Any],
+        named: dict[str, Any],
+    ):  # fmt: skip
         compiled = compile_kernel(kernel, args, named)
         self._args = args  # the memory of what is an array among them
         self._function = cu.CUfunction(compiled.function)
         kinds = compiled.kinds[: len(args)]  # the rest are constexprs
-        words = [word for pair in zip(kinds, args, strict=True) for word in _words(*pair)]
+        expected = iter(compiled.maps)
+        words: list[int] = []
+        places = []  # of the arguments among the words
+        maps: list[_Maps | None] = []
+        for kind, value in zip(kinds, args, strict=True):
+            places.append(len(words))
+            if isinstance(value, TensorDescriptor):
+                maps.append(_Maps(next(expected)))
+                words += (0, *value.shape, *value.strides)
+            else:
+                maps.append(None)
+                words += _words(kind, value)
         words += [0] * _SCRATCH
         self._check(compiled.name, len(words))
         self.values = (ctypes.c_int64 * len(words))(*words)
         start = ctypes.addressof(self.values)
         self._table = (ctypes.c_void_p * len(words))(*(start + 8 * i for i in range(len(words))))
+        self._maps = maps
+        count = len(pointers)
+        for place, value, held in zip(places[count:], args[count:], maps[count:], strict=True):
+            if held is not None:
+                self._table[place] = held.encoded(value.base.data_ptr(), value)
+        self.described = any(held is not None for held in maps[:count])
+        self._leading = tuple(zip(places[:count], pointers, maps[:count], strict=True))
         self.stream = NOWHERE
         self.lasting = True  # is the stream there until the world is closed?
         self.config = cu.CUlaunchConfig()
@@ -113,6 +144,14 @@ class _Layout:
         self.config.blockDimY = self.config.blockDimZ = 1
         self.config.sharedMemBytes = compiled.shared_bytes
         self.launch = (self.config, self._function, ctypes.addressof(self._table), 0)
+
+    def fill(self, addresses: Sequence[int]) -> None:
+        """Fill in the leading arguments, some of which are tensor descriptors."""
+        for (place, kind, held), address in zip(self._leading, addresses, strict=True):
+            if held is None:
+                self.values[place] = address
+            else:
+                self._table[place] = held.encoded(address, kind)
 
     def _check(self, name: str, count: int) -> None:
         """The driver knows how many parameters the code has, and finishes loading it."""
@@ -126,6 +165,24 @@ class _Layout:
                     "version of Triton passes arguments in another way"
                 )
             call("loading a kernel", cu.cuFuncLoad, self._function)
+
+
+class _Maps:
+    """Tensor descriptors of one parameter, encoded: the last few are kept."""
+
+    def __init__(self, expected: dict[str, Any]):
+        self._expected = expected
+        self._known: dict[int, TensorMap] = {}
+
+    def encoded(self, address: int, kind: Described | TensorDescriptor) -> int:
+        """Where the encoded descriptor of memory at `address` is."""
+        known = self._known.get(address)
+        if known is None:
+            if len(self._known) == _KEPT_MAPS:
+                self._known.clear()
+            descriptor = kind.at(address) if isinstance(kind, Described) else kind
+            known = self._known[address] = TensorMap(descriptor, self._expected)
+        return known.address
 
 
 def _words(kind: Any, value: Any) -> Iterator[int]:

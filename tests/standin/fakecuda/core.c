@@ -16,6 +16,8 @@ int fakecuda_identity = -1;    // of all GPUs; -1: each has its own
 int fakecuda_compute = 90;     // compute capability
 long fakecuda_memory = 8l << 30;  // bytes of device memory
 long fakecuda_launches = 0;       // kernels launched or recorded
+long fakecuda_first_argument = 0; // address in the first argument of the last launch,
+int fakecuda_described = 0;       // and whether that is a tensor map
 long fakecuda_calls_after_fork = 0;
 
 #define MAX_VERBS 256

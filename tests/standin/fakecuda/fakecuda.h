@@ -42,6 +42,8 @@ extern int fakecuda_identity;
 extern int fakecuda_compute;
 extern long fakecuda_memory;
 extern long fakecuda_launches;
+extern long fakecuda_first_argument;
+extern int fakecuda_described;
 
 // Counts the call; the error to return instead of doing it, or CUDA_SUCCESS.
 CUresult enter(const char *verb);

@@ -294,6 +294,37 @@ CUresult cuOccupancyMaxActiveClusters(int *count, CUfunction function,
 
 static void run_nothing(const Work *work) {}
 
+#define MAP_MARK 0x7e50c0de7e50c0deull
+#define MULTIPLE(value, of) ((cuuint64_t)(value) % (of) == 0)
+
+// The limits are those of CUDA's documentation, for what is not interleaved.
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank,
+                                void *address, const cuuint64_t *extents,
+                                const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *steps, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                CUtensorMapFloatOOBfill fill) {
+    static const int sizes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2};
+    static const int spans[] = {256 * 8, 32, 64, 128};
+    ENTER("cuTensorMapEncodeTiled");
+    int good = MULTIPLE(map, 64) && address && MULTIPLE(address, 16) && rank >= 1 && rank <= 5 &&
+               type < 10 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && swizzle < 4;
+    for (cuuint32_t i = 0; good && i < rank; i++) {
+        good = extents[i] >= 1 && extents[i] <= 1ull << 32 && box[i] >= 1 && box[i] <= 256 &&
+               steps[i] == 1;
+        if (good && i + 1 < rank) good = MULTIPLE(strides[i], 16) && strides[i] < 1ull << 40;
+    }
+    if (good) {
+        cuuint64_t inner = box[0] * sizes[type];
+        good = MULTIPLE(inner, 16) && inner <= (cuuint64_t)spans[swizzle];
+    }
+    if (!good) DONE(CUDA_ERROR_INVALID_VALUE);
+    memset(map, 0, sizeof *map);
+    map->opaque[0] = (cuuint64_t)address;
+    map->opaque[2] = MAP_MARK;
+    DONE(CUDA_SUCCESS);
+}
+
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters,
                           void **extra) {
     ENTER_CONTEXT("cuLaunchKernelEx");
@@ -302,5 +333,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
     current_context(&context);
     if (!module || module->context != context) DONE(CUDA_ERROR_INVALID_HANDLE);
     fakecuda_launches++;
+    cuuint64_t *first = parameters[0];
+    fakecuda_first_argument = (long)first[0];
+    fakecuda_described = first[2] == MAP_MARK;
     DONE(submit(config->hStream, (Work){.run = run_nothing}));
 }

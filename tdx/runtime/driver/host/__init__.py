@@ -17,7 +17,7 @@ import triton
 
 from tdx import abi
 from tdx.runtime.config import config
-from tdx.runtime.driver.base import DeviceInfo
+from tdx.runtime.driver.base import Described, DeviceInfo
 from tdx.runtime.driver.host import interpreter
 from tdx.runtime.driver.host.device import Call, Device
 from tdx.runtime.driver.host.executor import HostExecutor
@@ -230,8 +230,12 @@ class HostDriver(HostMemory):
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]
     ) -> Callable[..., None]:
         def run(stream: int, *operands: Any) -> None:
-            pairs = zip(operands, pointers, strict=True)
-            given = [Pointer(op.address, dtype, op.owner) for op, dtype in pairs]
+            given = [
+                kind.at(op.address, op.owner)
+                if isinstance(kind, Described)
+                else Pointer(op.address, kind, op.owner)
+                for op, kind in zip(operands, pointers, strict=True)
+            ]
             outer = self.current_stream()
             self.set_current_stream(stream)
             try:

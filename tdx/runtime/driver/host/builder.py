@@ -129,10 +129,10 @@ class HostBuilder(interpreter.InterpreterBuilder):
         exact = np.float64 if d.data.dtype == np.float64 else np.float32
         if d.data.dtype.kind in "iu":
             return super().create_dot(a, b, d, precision, imprecise)
+        # in one order: the bits that BLAS gives depend on it
+        left, right = (_wide(x).astype(exact, order="C", copy=False) for x in (a, b))
         with _one_blas_thread():
-            product = np.matmul(
-                _wide(a).astype(exact, copy=False), _wide(b).astype(exact, copy=False)
-            )
+            product = np.matmul(left, right)
         return TensorHandle((product + d.data).astype(d.data.dtype, copy=False), d.dtype.scalar)
 
     # ---- scheduling points
