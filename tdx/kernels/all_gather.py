@@ -226,7 +226,7 @@ class AllGather(Plan):
                 raise InvalidArgument("all_gather: out= is not for plans with progress=True")
             handle = self.begin(stream, op)
             gathering.join(handle)
-            gathering.start(op, handle)
+            gathering.start(self, op, handle)
             return gathering.buffer.reshape(self.out_shape)
         to = self.output(out, self._out, self.out_shape, self.dtype)
         own, size = self.group.rank * self._nbytes, self.group.size

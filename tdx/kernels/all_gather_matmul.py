@@ -1,13 +1,17 @@
 """All-gather and matrix product in one: C = act(gather(A) . B + bias), overlapped.
 
-A is split over the ranks along its first axis, B is each rank's own. A push kernel on a stream of
-its own sends the own rows to every peer, chunk by chunk, with a signal after each (gathering.py).
-The product's persistent blocks take the chunks in the order in which they arrive, the own ones
-first, so that communication hides behind computation:
+A is split over the ranks along its first axis, B is each rank's own.
 
-    W ranks, M rows in all, S = M * K * itemsize / W:
-    (W - 1) * S bytes out of each rank, 2 * M * N * K operations,
-    time about max(operations / rate, (W - 1) * S / bandwidth) + the first own chunk
+fused    A push kernel on a stream of its own sends the own rows to every peer, chunk by chunk,
+         with a signal after each. The product's persistent blocks take the chunks in the order in
+         which they arrive, the own ones first, so that communication hides behind computation:
+         W ranks, M rows in all, S = M * K * itemsize / W: (W - 1) * S bytes out of each rank,
+         2 * M * N * K operations, time about
+         max(operations / rate, (W - 1) * S / bandwidth) + the first own chunk.
+unfused  All rows are gathered, then multiplied: for few rows, whose product takes as long as it
+         takes to read B, which is read for every chunk when fused.
+
+Both gathers are in gathering.py.
 
 Several B (q, k, v; gate and up) share one gather. float8 rows travel with their scales. Bits for
 one Config do not depend on the order of arrival: a tile is one block's sum over K.
@@ -29,11 +33,12 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.call import Call
-from tdx.kernels.gathering import Gathering
+from tdx.kernels.gathering import GatherFirst, Gathering
 from tdx.kernels.matmul import (
     grouped_tile,
     known,
     known_strides,
+    matmul_kernel,
     store_tile,
     tile_product,
 )
@@ -54,7 +59,9 @@ from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
-__all__ = ["AllGatherMatmul", "all_gather_matmul"]
+__all__ = ["ALGORITHMS", "AllGatherMatmul", "all_gather_matmul"]
+
+ALGORITHMS = ("fused", "unfused")
 
 _SIZES = ["rows", "columns", "depth", "chunk_rows", "chunks", "stride_bk", "stride_bn"]
 
@@ -130,13 +137,15 @@ class AllGatherMatmul(Plan):
         change their shapes in the same call.)
     dtype
         float16, bfloat16, float32 or float8_e4m3fn.
+    algorithm : {"fused", "unfused"}, optional
+        None: "unfused" for few rows, unless one of the next two is given.
     chunks_per_rank : int, optional
-        Signals per rank: finer chunks start earlier and cost more signals.
+        Signals per rank: finer chunks start earlier and cost more signals. For "fused".
     trace : bool
-        Record how much had arrived when each tile was computed; see `overlap`.
+        Record how much had arrived when each tile was computed; see `overlap`. For "fused".
     bias : bool
         Whether calls pass a vector of N elements (one for each b).
-    algorithm, config, team, buffer, activation, out_dtype, allow_tf32
+    config, team, buffer, activation, out_dtype, allow_tf32
         See ReducedProduct.
 
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
@@ -166,20 +175,25 @@ class AllGatherMatmul(Plan):
             self.shapes_b = [plain_shape(s) for s in ([shape_b] if self._single else shape_b)]
             self.product = Product.make(world, dtype, **product)
             self.dtype = self.product.dtype
-            check_algorithm(self.operation, algorithm, ("fused",))
+            check_algorithm(self.operation, algorithm, ALGORITHMS)
+            following = chunks_per_rank is not None or trace
+            if algorithm == "unfused" and following:
+                raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
             if chunks_per_rank is None:
                 chunks_per_rank = constants(world.backend).chunks_per_rank
             self._check(chunks_per_rank)
             *lead, self._depth = self.shape_a
-            self._rows = elements(lead)
-            widest = max(n for _, n in self.shapes_b)
-            self.config = self.product.tile(
-                config, world, self._rows, widest, self._depth, self.group.size
-            )
+            self._rows, size = elements(lead), self.group.size
+            few = size > 1 and self._rows <= constants(world.backend).unfused_rows
+            self.algorithm = algorithm or ("unfused" if few and not following else "fused")
+            parts = 1 if self.algorithm == "unfused" else size
+            rows, widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
+            self.config = self.product.tile(config, world, rows, widest, self._depth, parts)
             self._traced = trace
             shared.update(
                 a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype,
-                chunks_per_rank=chunks_per_rank, block_m=self.config.block_m,
+                algorithm=self.algorithm, chunks_per_rank=chunks_per_rank,
+                block_m=self.config.block_m,
             )  # fmt: skip
         with self.preparation():
             self._build(chunks_per_rank, buffer)
@@ -202,10 +216,14 @@ class AllGatherMatmul(Plan):
 
     def _build(self, chunks: int, buffer: bool) -> None:
         world, size, depth = self.world, self.group.size, self._depth
-        block_m = self.config.block_m if chunks > 1 else 1  # no ragged tile at a chunk's end
         shape = (self._rows, depth)
         scaled, out = self.product.scaled, self.product.out_dtype
-        self._gathering = Gathering(self, shape, self.dtype, chunks, block_m, scaled)
+        self._gathering: Gathering | GatherFirst
+        if self.algorithm == "unfused":
+            self._gathering = GatherFirst(self, shape, self.dtype, scaled)
+        else:
+            block_m = self.config.block_m if chunks > 1 else 1  # no ragged tile at a chunk's end
+            self._gathering = Gathering(self, shape, self.dtype, chunks, block_m, scaled)
         lead = (size * self.shape_a[0], *self.shape_a[1:-1])
         self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
@@ -251,7 +269,7 @@ class AllGatherMatmul(Plan):
             products.append((run, y, to, vector, right))
         handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
         if self._rows:
-            self._gathering.start(x, handle, left if product.scaled else None, step)
+            self._gathering.start(self, x, handle, left if product.scaled else None, step)
             for run, *operands in products:
                 if run is not None:
                     run(handle, *operands)
@@ -270,21 +288,50 @@ class AllGatherMatmul(Plan):
         if key not in self._kernels and n:
             layout = (k, 1, *strides)
             described = product.described(self.world, self.config, k, n, layout, aligned)
-            gathering, rows = self._gathering, self.group.size * self._rows
-            a, b = product.kinds(self.config, described, rows, k, n, layout)
-            gathered: Any = a.of(gathering.buffer) if isinstance(a, Described) else gathering.buffer
-            tiles = self._tiles(n) * gathering.chunks * self.group.size
-            self._kernels[key] = self.bind(
-                consume_kernel, blocks_for(self.world, tiles, gathering.blocks),
-                (b, product.out_dtype, bias, product.scale_dtype),
-                gathered, gathering.scales, gathering.progress, gathering.epoch,
-                self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
-                gathering.chunks, *strides, TRACE=self._traced, **product.constants,
-                **product.product_constants(
-                    self.config, k, n, (k, 1), strides, (1, step), described
-                ),
-            )  # fmt: skip
+            kinds = product.kinds(
+                self.config, described, self.group.size * self._rows, k, n, layout
+            )
+            constants = product.constants | product.product_constants(
+                self.config, k, n, (k, 1), strides, (1, step), described
+            )
+            bind = self._bind_fused if self.algorithm == "fused" else self._bind_unfused
+            self._kernels[key] = bind(i, kinds, bias, strides, constants)
         return self._kernels.get(key)
+
+    def _bind_fused(
+        self, i: int, kinds: Sequence[Any], bias: np.dtype, strides: Sequence[int],
+        constants: dict[str, Any],
+    ) -> Callable[..., None]:  # fmt: skip
+        gathering, product, (k, n) = self._gathering, self.product, self.shapes_b[i]
+        assert isinstance(gathering, Gathering)
+        a, b = kinds
+        gathered: Any = a.of(gathering.buffer) if isinstance(a, Described) else gathering.buffer
+        tiles = self._tiles(n) * gathering.chunks * self.group.size
+        return self.bind(
+            consume_kernel, blocks_for(self.world, tiles, gathering.blocks),
+            (b, product.out_dtype, bias, product.scale_dtype),
+            gathered, gathering.scales, gathering.progress, gathering.epoch,
+            self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
+            gathering.chunks, *strides, TRACE=self._traced, **constants,
+        )  # fmt: skip
+
+    def _bind_unfused(
+        self, i: int, kinds: Sequence[Any], bias: np.dtype, strides: Sequence[int],
+        constants: dict[str, Any],
+    ) -> Callable[..., None]:  # fmt: skip
+        gathering, product, (k, n) = self._gathering, self.product, self.shapes_b[i]
+        rows, scale = self.group.size * self._rows, product.scale_dtype
+        tiles = -(-rows // self.config.block_m) * -(-n // self.config.block_n)
+        run = self.bind(
+            matmul_kernel, blocks_for(self.world, tiles),
+            (*kinds, product.out_dtype, bias, scale, scale), self.group.handle, rows, n, k, k, 1,
+            *strides, GATHERED=True, **constants,
+        )  # fmt: skip
+        gathered = operand(self.world, gathering.buffer, "gathered")
+        scales = operand(self.world, gathering.scales, "scales")
+        return lambda stream, y, to, vector, right: run(
+            stream, gathered, y, to, vector, scales, right
+        )
 
     def gathered(self) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next call."""
@@ -331,7 +378,7 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
         (K, N) of this rank, any strides; several share one gather.
     return_gathered : bool
         Return the gathered a as well.
-    algorithm : {None, "fused"}
+    algorithm : {"fused", "unfused"}, optional
     bias, scale_b, out : optional
         As matmul has them; with several b sequences, one for each.
     scale_a : optional

@@ -1,5 +1,6 @@
-"""A gather that a consumer kernel follows chunk by chunk, optionally with a scale for each row.
+"""Gathers for a consumer kernel, optionally with a scale for each row: chunk by chunk, or first.
 
+GatherFirst is complete before the consumer starts. Of a Gathering it follows chunk by chunk:
 Each rank pushes its part in chunks into every peer's gathered buffer, on a stream of its own, and
 sets a signal there after each chunk. A rank that enters a call gives every peer credit to write
 into its buffer, so only pushes to a late rank are late.
@@ -18,12 +19,15 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copying import copy_share
+from tdx.kernels.low_latency import LowLatency
 from tdx.kernels.operand import Operand, byte_units, elements, operand
 from tdx.kernels.plan import Plan
-from tdx.kernels.select import block_bytes, block_elements, constants
+from tdx.kernels.pushing import Push
+from tdx.kernels.select import block_bytes, block_elements, constants, gather_algorithm
+from tdx.runtime.array import Array
 from tdx.runtime.stream import order
 
-__all__ = ["Gathering"]
+__all__ = ["GatherFirst", "Gathering"]
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -128,20 +132,15 @@ class Gathering:
             self.chunk_rows, UNIT=unit, SCALED=scaled, SCALES=scales,
             BLOCK=block_bytes(plan.world.backend, self._nbytes) // width, num_warps=8,
         )  # fmt: skip
-        self._spread: list[Callable[..., None]] = []  # from one scale, from one for each row
-        for step in (0, 1) if scaled else ():
-            self._spread.append(
-                plan.bind(
-                    spread_kernel, plan.blocks_for(-(-rows // scales)), (np.float32,), self.scales,
-                    plan.group.handle, rows, STEP=step, BLOCK=scales,
-                )
-            )  # fmt: skip
+        self._spread = _spread_kernels(plan, self.scales, rows) if scaled else []
 
-    def start(self, x: Operand, stream: int, scale: Operand | None = None, step: int = 0) -> None:
+    def start(
+        self, plan: Plan, x: Operand, stream: int, scale: Operand | None = None, step: int = 0
+    ) -> None:
         """Queue the gathering of contiguous `x`; consumers queued on `stream` may follow at once.
 
-        If scaled: `scale` of `rows` float32 with step 1, of one for all rows with step 0.
-        The previous call must have been joined.
+        `plan` is the one that this is a part of. If scaled: `scale` of `rows` float32 with step 1,
+        of one for all rows with step 0. The previous call must have been joined.
         """
         world, group = self._world, self._group
         if self._nbytes:
@@ -167,3 +166,58 @@ class Gathering:
             world.recording.before_replay(self.join)
         else:
             order(world.driver, side, stream)
+
+
+class GatherFirst:
+    """A gather that is complete before the consumer starts. Part of a plan.
+
+    Attributes
+    ----------
+    buffer, scales : Array
+        As a Gathering has them.
+    chunks, chunk_rows : int
+        One chunk of all rows of a rank.
+    """
+
+    def __init__(self, plan: Plan, shape: tuple[int, ...], dtype: np.dtype, scaled: bool):
+        size, rows = plan.group.size, shape[0]
+        self.chunks, self.chunk_rows = 1, max(1, rows)
+        self.buffer = plan.workspace("gathered", (size, *shape), dtype)
+        nbytes = elements(shape) * dtype.itemsize
+        way = gather_algorithm(plan.world.backend, nbytes, size, own_buffer=False)
+        kind = LowLatency if way == "low_latency" else Push
+        self._rows = kind(plan, nbytes, each=False) if nbytes else None
+        self.scales = self.buffer
+        if scaled:
+            self.scales = plan.workspace("scales", (size, rows), np.float32)
+            self._spread = _spread_kernels(plan, self.scales, rows)
+            self._scales = kind(plan, 4 * rows, each=False) if rows else None
+
+    def start(
+        self, plan: Plan, x: Operand, stream: int, scale: Operand | None = None, step: int = 0
+    ) -> None:
+        """Queue the gathering, as Gathering.start."""
+        if self._rows is not None:
+            self._rows.run(plan, stream, x, operand(plan.world, self.buffer, "buffer"))
+        if scale is not None and self._scales is not None:
+            self._spread[step](stream, scale)
+            own = self.scales[plan.group.rank]
+            self._scales.run(
+                plan, stream, operand(plan.world, own, "scales"),
+                operand(plan.world, self.scales, "scales"),
+            )  # fmt: skip
+
+    def join(self, stream: int) -> None:
+        """Nothing is left to wait for."""
+
+
+def _spread_kernels(plan: Plan, scales: Array, rows: int) -> list[Callable[..., None]]:
+    """Bound to spread one scale, and one for each row."""
+    block = block_elements(plan.world.backend, rows)
+    return [
+        plan.bind(
+            spread_kernel, plan.blocks_for(-(-rows // block)), (np.float32,), scales,
+            plan.group.handle, rows, STEP=step, BLOCK=block,
+        )
+        for step in (0, 1)
+    ]  # fmt: skip

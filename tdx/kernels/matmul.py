@@ -17,6 +17,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+import tdx.language as tdl
 from tdx.kernels.call import Call, remembered
 from tdx.kernels.operand import Operand, check_output, enter, flattened
 from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for, given_operand
@@ -191,19 +192,25 @@ _SIZES = ["rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "st
 
 @triton.jit(do_not_specialize=_SIZES)
 def matmul_kernel(
-    a, b, c, bias, scale_a, scale_b, rows, columns, depth,
+    a, b, c, bias, scale_a, scale_b, world, rows, columns, depth,
     stride_am, stride_ak, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr, DESCRIBED: tl.constexpr,
+    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
+    """GATHERED: peers have sent a, and nothing is stored if they did not."""
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
     stride_am, stride_ak = known_strides(stride_am, stride_ak, A_UNIT, EVEN)
     stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
+    ok = True
+    if GATHERED:
+        ok = tdl.no_fault(world)
+        if DESCRIBED:
+            tdl.fence_async_proxy()
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         total = tile_product(
@@ -212,7 +219,7 @@ def matmul_kernel(
             BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
         )  # fmt: skip
         store_tile(
-            c, total, bias, row, col, rows, columns, columns, True, BM, BN, HAS_BIAS, ACTIVATION,
+            c, total, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION,
             DESCRIBED and BN > 128,
         )  # fmt: skip
 
@@ -312,6 +319,6 @@ def _bind(
     constants = product.product_constants(config, k, n, strides[:2], strides[2:], steps, described)
     kinds = product.kinds(config, described, rows, k, n, strides)
     return world.driver.bind(
-        matmul_kernel, blocks_for(world, tiles), (*kinds, *(op.dtype for op in ops[2:])), sizes,
-        constants | product.constants,
+        matmul_kernel, blocks_for(world, tiles), (*kinds, *(op.dtype for op in ops[2:])),
+        (world.handle, *sizes), constants | product.constants | {"GATHERED": False},
     )  # fmt: skip

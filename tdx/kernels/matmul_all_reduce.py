@@ -22,7 +22,6 @@ an owner has then a partial of this call from every rank, all of which have left
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import triton
@@ -44,7 +43,6 @@ from tdx.kernels.select import cheapest, constants
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
 ALGORITHMS = ("one_shot", "two_shot")
-_FEW_ROWS = 128  # of decoding: tiles are narrow, so that there is one for each multiprocessor
 _SIZES = [
     "owned", "rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
 ]  # fmt: skip
@@ -171,18 +169,8 @@ class MatmulAllReduce(ReducedProduct):
         }
         if algorithm is None:
             algorithm = "one_shot" if size == 1 else cheapest(backend, sent)
-        return self._tile(config), algorithm
-
-    def _tile(self, config: Config | None) -> Config:
-        """The tile; of few rows as narrow as it takes for every multiprocessor to have one."""
-        m, world, (k, n) = self._rows, self.world, self.shape_b
-        tile = self.product.tile(config, world, m, n, k)
-        if config is not None or world.backend == "host" or m > _FEW_ROWS:
-            return tile
-        width, enough = tile.block_n, world.driver.resident_blocks()
-        while width > 32 and -(-m // tile.block_m) * -(-n // width) < enough:
-            width //= 2
-        return replace(tile, block_n=width, num_warps=min(tile.num_warps, 4))
+        k, n = self.shape_b
+        return self.product.tile(config, self.world, self._rows, n, k), algorithm
 
     def _build(self, buffer: bool) -> None:
         size, config, whole = self.group.size, self.config, self.algorithm == "one_shot"

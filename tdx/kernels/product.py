@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 _FLOAT8 = "float8_e4m3fn"
 _OUTPUTS = ("float16", "bfloat16", "float32")
 _INPUTS = (*_OUTPUTS, _FLOAT8)
+_FEW_ROWS = 128  # of decoding: what counts is that every block reads a part of b
 _FLOAT32 = dtypes.resolve("float32")
 
 
@@ -174,7 +175,8 @@ class Product:
             described = self.described(world, usual, k, n, (k, 1, n, 1))
             blocks = -(-world.driver.resident_blocks() // parts)
             tile = tile_for(backend, m, n, k, self.dtype.itemsize, described, blocks)
-            return Config(*tile, num_stages=constants(backend).stages)
+            made = Config(*tile, num_stages=constants(backend).stages)
+            return made if backend == "host" or m > _FEW_ROWS else _narrow(made, m, n, blocks)
         if self.scaled and config.block_k < FLOAT8_DEPTH:
             raise InvalidArgument(
                 f"block_k={config.block_k} must be >= {FLOAT8_DEPTH} for products of {self.dtype}"
@@ -324,6 +326,14 @@ class Product:
                 f"{shape}; got shape {op.shape}"
             )
         return op, 1
+
+
+def _narrow(tile: Config, m: int, n: int, blocks: int) -> Config:
+    """The tile as narrow as it takes for each of the blocks to have one."""
+    width = tile.block_n
+    while width > 32 and -(-m // tile.block_m) * -(-n // width) < blocks:
+        width //= 2
+    return replace(tile, block_n=width, num_warps=min(tile.num_warps, 4))
 
 
 def _unit(strides: Sequence[int]) -> int:

@@ -57,6 +57,8 @@ class Constants:
         Blocks of a kernel that pushes beside a matmul, for all peers together.
     chunks_per_rank : int
         Pieces in which a rank's part is gathered beside a matmul.
+    unfused_rows : int
+        Most rows of a rank that are gathered before a matmul: b is read once, not for each rank.
     """
 
     low_latency_bytes_per_block: int
@@ -68,14 +70,15 @@ class Constants:
     matmul_blocks: int
     push_blocks: int
     chunks_per_rank: int
+    unfused_rows: int
 
 
 # A GPU's tile of 128 x 128 x 128 bytes takes 32 KiB of shared memory a stage.
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
-    "host": Constants(1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 256, 1, 2, 1, 1),
-    "cuda": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 256, 3, 1 << 10, 16, 8),
-    "hip": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 128, 2, 1 << 10, 16, 8),
+    "host": Constants(1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 256, 1, 2, 1, 1, 0),
+    "cuda": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 256, 3, 1 << 10, 16, 8, 128),
+    "hip": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 128, 2, 1 << 10, 16, 8, 128),
 }
 
 

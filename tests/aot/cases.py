@@ -145,7 +145,8 @@ def _product(
     values = {
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "PRECISION": "ieee", "HAS_BIAS": True,
         "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": True, "TRACE": False,
-        "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "DESCRIBED": described,
+        "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
+        "DESCRIBED": described,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
@@ -232,6 +233,7 @@ CASES = {
 SMALL = {"BM": 64, "BN": 64, "BK": 32}  # what select.py takes for ragged products
 PRODUCTS = {
     "matmul-bf16": ("matmul.matmul_kernel", "bfloat16", {}),
+    "matmul-gathered": ("matmul.matmul_kernel", "bfloat16", {"GATHERED": True}),
     "matmul-bf16-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0}),
     "consume-bf16": ("all_gather_matmul.consume_kernel", "bfloat16", {}),
     "consume-bf16-ragged": (

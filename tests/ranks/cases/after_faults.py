@@ -26,7 +26,7 @@ ALGORITHMS = [
     (tdx.AllToAll, (), ["low_latency", "push"]),
     (tdx.Broadcast, (0,), ["low_latency", "scatter"]),
     (tdx.AllReduceRmsNorm, (), ["low_latency", "one_shot", "two_shot"]),
-    (tdx.AllGatherMatmul, ((64, 16),), [None]),
+    (tdx.AllGatherMatmul, ((64, 16),), ["fused", "unfused"]),
     (tdx.MatmulReduceScatter, ((64, 16),), [None]),
     (tdx.MatmulAllReduce, ((64, 16),), ["one_shot", "two_shot"]),
 ]
@@ -52,7 +52,8 @@ def case_nothing_is_sent(comm, backend, make, args, algorithms):
         world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
         plan = make(world, SHAPE, *shapes, "float32", *rest, **options)
         # words of the next call would be taken; other slots are the second next one's again
-        later = 1 if algorithm and algorithm.startswith("low_latency") else 2
+        words = ("low_latency", "unfused")
+        later = 1 if algorithm and algorithm.startswith(words) else 2
         more = [np.ones(WEIGHTS[make], np.float32)] if make in WEIGHTS else []
         _late_rank(world, plan, more, later)
         with contextlib.suppress(TdxError):

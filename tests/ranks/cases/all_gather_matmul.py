@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 import tdx
+from tdx.kernels.all_gather_matmul import ALGORITHMS
 from tdx.kernels.matmul import ACTIVATIONS, Config
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tests.helpers.blocks import many_blocks
@@ -38,8 +40,9 @@ def close(got, wanted, depth, *kinds):
 
 
 @worlds(1, 2, 3, 4, 5)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def case_values(world, dtype):
+def case_values(world, dtype, algorithm):
     for m, k, n in SHAPES if world.size < 5 else SHAPES[2:4]:
         b = values(100 + world.rank, (k, n), dtype)
         wanted = product(whole_a(world, (m, k), dtype), b)
@@ -48,9 +51,10 @@ def case_values(world, dtype):
         turned = world.array(np.ascontiguousarray(b.T), symmetric=False)
         for config in (None, SMALL):
             out = world.array(poisoned((world.size * m, n), dtype), symmetric=False)
-            assert tdx.all_gather_matmul(x, y, out=out, config=config) is out
+            given = {"config": config, "algorithm": algorithm}
+            assert tdx.all_gather_matmul(x, y, out=out, **given) is out
             close(out, wanted, k, dtype)
-            again = tdx.all_gather_matmul(x, turned.T, config=config)
+            again = tdx.all_gather_matmul(x, turned.T, **given)
             assert_same_bits(again.numpy(), out.numpy())
 
 
@@ -105,28 +109,31 @@ def case_bias_activation_and_types(world, activation):
 
 
 @worlds(1, 3)
-def case_leading_axes_and_empty(world):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def case_leading_axes_and_empty(world, algorithm):
+    call = partial(tdx.all_gather_matmul, algorithm=algorithm)
     shape = (4, 3, 8)
     b = values(9, (8, 5), "float32")
     x = world.array(values(world.rank, shape, "float32"), symmetric=False)
     y = world.array(b, symmetric=False)
-    result, gathered = tdx.all_gather_matmul(x, y, return_gathered=True)
+    result, gathered = call(x, y, return_gathered=True)
     whole = whole_a(world, shape, "float32")
     close(result, product(whole, b), 8, "float32")
     assert_same_bits(gathered.numpy(), whole)
-    assert tdx.all_gather_matmul(x[:0], y).shape == (0, 3, 5)
-    assert tdx.all_gather_matmul(x, y[:, :0]).shape == (4 * world.size, 3, 0)
-    zero = tdx.all_gather_matmul(world.empty((2, 0), "float32"), world.empty((0, 5), "float32"))
+    assert call(x[:0], y).shape == (0, 3, 5)
+    assert call(x, y[:, :0]).shape == (4 * world.size, 3, 0)
+    zero = call(world.empty((2, 0), "float32"), world.empty((0, 5), "float32"))
     assert_same_bits(zero.numpy(), np.zeros((2 * world.size, 5), np.float32))
 
 
 @worlds(2, 3)
-@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("chunks", [None, 1, 2, 5])
 def case_chunks_and_repetition(world, chunks):
     """Many calls without the host, each with other inputs; then in a graph. The same bits."""
     m, k, n = 37, 20, 24
+    algorithm = "unfused" if chunks is None else "fused"
     plan = tdx.AllGatherMatmul(
-        world, (m, k), (k, n), "float32", chunks_per_rank=chunks, config=SMALL
+        world, (m, k), (k, n), "float32", chunks_per_rank=chunks, algorithm=algorithm, config=SMALL
     )
     b = values(3, (k, n), "float32")
     y = world.array(b, symmetric=False)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tdx
+from tdx.kernels.all_gather_matmul import ALGORITHMS as GATHERS
 from tdx.kernels.matmul import Config
 from tdx.kernels.matmul_all_reduce import ALGORITHMS
 from tdx.runtime.errors import Unsupported
@@ -55,12 +56,11 @@ def case_values(world, dtype):
             own = tdx.matmul(x, y, config=config)
             close(own, product(a, b))
             assert_same_bits(own.numpy(), tdx.matmul(x, y, config=plain(config)).numpy())
-            all_rows = tdx.all_gather_matmul(x[:m], y, config=config)
-            close(all_rows, product(np.concatenate([part[:m] for part in parts]), b))
-            assert_same_bits(
-                all_rows.numpy()[world.rank * m : (world.rank + 1) * m],
-                own.numpy()[:m],
-            )
+            for algorithm in GATHERS:
+                everybody = tdx.all_gather_matmul(x[:m], y, config=config, algorithm=algorithm)
+                close(everybody, product(np.concatenate([part[:m] for part in parts]), b))
+                mine = everybody.numpy()[world.rank * m : (world.rank + 1) * m]
+                assert_same_bits(mine, own.numpy()[:m])
             whole = sum(product(part, b) for part in parts)
             summed = tdx.matmul_reduce_scatter(x, y, config=config, partial_dtype="float32")
             close(summed, whole[world.rank * m : (world.rank + 1) * m])

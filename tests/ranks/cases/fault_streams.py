@@ -167,7 +167,8 @@ OPERATIONS = {
     "words": ("all_to_all", "slots"),
     "scatter": ("broadcast", "places"),
     "barrier": ("barrier", "channel"),
-    "all_gather_matmul": ("all_gather_matmul", "credit progress"),
+    "fused": ("all_gather_matmul", "credit progress"),
+    "unfused": ("all_gather_matmul", "slots"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "tiles"),
     "matmul_all_reduce": ("matmul_all_reduce", "partial_tiles finished_tiles"),
     "all_reduce_rms_norm": ("all_reduce_rms_norm", "signals"),
@@ -191,12 +192,14 @@ def plan_of(world, name):
         return plan, (x,)
     if name == "all_reduce_rms_norm":
         return tdx.AllReduceRmsNorm(world, 12, "float32", algorithm="two_shot"), (x, x)
-    kind = {
-        "all_gather_matmul": tdx.AllGatherMatmul, "matmul_all_reduce": tdx.MatmulAllReduce,
-        "matmul_reduce_scatter": tdx.MatmulReduceScatter,
-    }[name]  # fmt: skip
     a, b = world.zeros((12, 8), "float32"), world.zeros((8, 4), "float32")
-    return kind(world, (12, 8), (8, 4), "float32"), (a, b)
+    shapes = (a.shape, b.shape, "float32")
+    if name in ("fused", "unfused"):
+        return tdx.AllGatherMatmul(world, *shapes, algorithm=name), (a, b)
+    summed = {
+        "matmul_all_reduce": tdx.MatmulAllReduce, "matmul_reduce_scatter": tdx.MatmulReduceScatter,
+    }  # fmt: skip
+    return summed[name](world, *shapes), (a, b)
 
 
 @isolated
@@ -213,12 +216,16 @@ def case_a_rank_that_misses_a_call(comm, backend):
 
 def miss_a_call(world, name):
     plan, operands = plan_of(world, name)
-    world.barrier()
-    for _ in range(2 if world.rank == 0 else 6):
-        plan(*operands)  # here: some of them are queued behind the one that waits
+
+    def queue(calls):
+        for _ in range(calls):
+            plan(*operands)  # here: some of them are queued behind the one that waits
+
+    queue(2)
+    world.synchronize()
     if world.rank == 0:
-        world.synchronize()
         return
+    queue(4)
     fault = raised(world.synchronize)
     operation, signals = OPERATIONS[name]
     assert (fault.rank, fault.peer, fault.operation) == (world.rank, 0, operation)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tdx
+from tdx.kernels.all_gather_matmul import ALGORITHMS as GATHERS
 from tdx.kernels.matmul import Config
 from tdx.kernels.matmul_all_reduce import ALGORITHMS
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
@@ -87,7 +88,8 @@ def case_scales_come_before_bias_and_activation(world, dtype):
 
 
 @worlds(1, 2, 3, 4)
-def case_all_gather_matmul(world):
+@pytest.mark.parametrize("algorithm", GATHERS)
+def case_all_gather_matmul(world, algorithm):
     """Several b for one gather; ranks need not pass scales of the same kind."""
     for (m, k, n), config in zip(SHAPES, (None, SMALL, SMALL, None, SMALL), strict=True):
         given = [
@@ -101,6 +103,7 @@ def case_all_gather_matmul(world):
         first, second, gathered = tdx.all_gather_matmul(
             world.array(a, symmetric=False), [y, world.array(other, symmetric=False)],
             scale_a=left, scale_b=[right, 0.25], return_gathered=True, config=config,
+            algorithm=algorithm,
         )  # fmt: skip
         close(first, product(whole, scaled(b, right, 0)))
         close(second, product(whole, scaled(other, 0.25, 0)))
@@ -150,6 +153,7 @@ def _plans(world):
     shapes = ((m, k), (k, n), KIND)
     return [
         tdx.AllGatherMatmul(world, *shapes, config=SMALL, chunks_per_rank=3),
+        tdx.AllGatherMatmul(world, *shapes, config=SMALL, algorithm="unfused"),
         tdx.MatmulReduceScatter(world, *shapes, config=SMALL, partial_dtype="float32"),
         *(
             tdx.MatmulAllReduce(
