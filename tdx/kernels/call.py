@@ -25,7 +25,7 @@ from tdx.runtime.init import current_world
 from tdx.runtime.stream import stream_handle
 from tdx.runtime.world import World
 
-__all__ = ["Call", "cached", "one_line", "remembered", "world_of"]
+__all__ = ["Call", "cached", "check_key", "check_recording", "one_line", "remembered", "world_of"]
 
 _REMEMBERED = 64  # plans kept for each group of ranks
 _HOST_MEMORY = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST)
@@ -58,6 +58,26 @@ def remembered(world: World, group: Any, key: Any, make: Callable[[], T]) -> T:
     return made
 
 
+def check_key(operation: str, values: tuple[Any, ...]) -> None:
+    """Raise InvalidArgument for arguments that cannot be part of a key, such as a list."""
+    try:
+        hash(values)
+    except TypeError:
+        raise InvalidArgument(
+            f"{operation}: {', '.join(map(repr, values))} holds a value of a type that no option "
+            "has"
+        ) from None
+
+
+def check_recording(world: World, operation: str, stream: Any) -> None:
+    """Raise InvalidArgument if another library records `stream`: nothing can be loaded then."""
+    if stream is not None and world.driver.recorded_elsewhere(stream_handle(stream)):
+        raise InvalidArgument(
+            f"{operation} would load a kernel while another library records a graph of the "
+            "stream; call it once before, with the same shapes"
+        )
+
+
 def cached(
     world: World, group: Group, kind: type[P], *args: Any, stream: Any = None, **options: Any
 ) -> P:
@@ -66,22 +86,14 @@ def cached(
     `stream`: where it will be called. None is made while another library records that.
     """
     key = (kind, *args, *options.values())
-    try:
-        hash(key)
-    except TypeError:  # something that cannot be hashed, such as a list
-        raise InvalidArgument(
-            f"{kind.operation}: {', '.join(map(repr, key[1:]))} holds a value of a type that no "
-            "option has"
-        ) from None
+    check_key(kind.operation, key[1:])
 
     def make() -> P:
-        if stream is not None and world.driver.recorded_elsewhere(stream_handle(stream)):
-            error = InvalidArgument(
-                f"{kind.operation} would make a plan while another library records a graph of the "
-                "stream; call it once before, with the same shapes"
-            )
+        try:
+            check_recording(world, kind.operation, stream)
+        except InvalidArgument as error:
             post_refusal(world, group, kind.operation, error)
-            raise error
+            raise
         return kind(world, *args, team=group, **options)
 
     return remembered(world, group.index, key, make)

@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.call import Call, remembered
+from tdx.kernels.call import Call, check_key, check_recording, remembered
 from tdx.kernels.operand import Operand, check_output, enter, flattened
 from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for, given_operand
 from tdx.runtime.errors import InvalidArgument
@@ -279,46 +280,72 @@ def matmul(
     x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
     if len(y.shape) != 2:
         raise InvalidArgument(f"b must have 2 axes (K, N), got shape {y.shape}")
-    k, n = y.shape
-    product = Product.make(
-        world, x.dtype, bias=bias is not None, activation=activation, out_dtype=out_dtype,
-        allow_tf32=allow_tf32,
-    )  # fmt: skip
-    product.check(x, y, k, n)
-    rows, *strides = flattened(x)
-    shape = (*x.shape[:-1], n)
+    options = (bias is not None, activation, out_dtype, allow_tf32, config)
+    aligned = not (x.address | y.address) % 16
+    layout = (x.dtype, x.shape, x.strides, y.dtype, y.shape, y.strides, aligned)
+    check_key("matmul", options)
+    ready = remembered(
+        world, "matmul", layout + options, lambda: _Prepared(world, x, y, *options, aligned)
+    )
+    product, shape, n = ready.product, ready.shape, y.shape[1]
     target = call.target(out, shape, product.out_dtype)
     to = check_output(world, target, shape, product.out_dtype)
     vector = product.check_bias(world, given_operand(call, bias, "bias"), n, x)
     left, right = given_operand(call, scale_a, "scale_a"), given_operand(call, scale_b, "scale_b")
     left, step_a = product.check_scale(world, left, shape[:-1], "scale_a", x)
     right, step_b = product.check_scale(world, right, (n,), "scale_b", x)
-    steps = (step_a, step_b)
-    config = product.tile(config, world, rows, n, k)
-    strides = (*strides, *y.strides)
-    aligned = not (x.address | y.address) % 16
-    described = product.described(world, config, k, n, strides, aligned)
-    if rows and n:
+    if to.shape and 0 not in to.shape:
         ops = (x, y, to, vector, left, right)
-        run = remembered(
-            world, "matmul", (rows, n, k, strides, steps, vector.dtype, product, config, described),
-            lambda: _bind(world, (rows, n, k, *strides), steps, ops, product, config, described),
-        )  # fmt: skip
+        run = ready.kernel(ops, (step_a, step_b), call.stream)
         handle = call.handle()
         enter(world, handle, *ops)
         run(handle, *ops)
     return call.finish(target)
 
 
-def _bind(
-    world: World, sizes: Sequence[int], steps: tuple[int, int], ops: Sequence[Operand],
-    product: Product, config: Config, described: bool,
-) -> Callable[..., None]:  # fmt: skip
-    rows, n, k, *strides = sizes
-    tiles = -(-rows // config.block_m) * -(-n // config.block_n)
-    constants = product.product_constants(config, k, n, strides[:2], strides[2:], steps, described)
-    kinds = product.kinds(config, described, rows, k, n, strides)
-    return world.driver.bind(
-        matmul_kernel, blocks_for(world, tiles), (*kinds, *(op.dtype for op in ops[2:])),
-        (world.handle, *sizes), constants | product.constants | {"GATHERED": False},
-    )  # fmt: skip
+class _Prepared:
+    """A product of operands of one layout: the checks done, kernels bound at first use."""
+
+    def __init__(
+        self, world: World, x: Operand, y: Operand, bias: bool, activation: str | None,
+        out_dtype: Any, allow_tf32: bool, config: Config | None, aligned: bool,
+    ):  # fmt: skip
+        k, n = y.shape
+        self.product = Product.make(
+            world, x.dtype, bias=bias, activation=activation, out_dtype=out_dtype,
+            allow_tf32=allow_tf32,
+        )  # fmt: skip
+        self.product.check(x, y, k, n)
+        self.shape = (*x.shape[:-1], n)
+        rows, *strides = flattened(x)
+        self._world = world
+        self._sizes = (rows, n, k, *strides, *y.strides)
+        self._config = self.product.tile(config, world, rows, n, k)
+        self._described = self.product.described(
+            world, self._config, k, n, self._sizes[3:], aligned
+        )
+        self._kernels: dict[Any, Callable[..., None]] = {}
+
+    def kernel(
+        self, ops: Sequence[Operand], steps: tuple[int, int], stream: Any
+    ) -> Callable[..., None]:
+        """For operands a, b, c, bias and scales, which lie so many elements apart."""
+        key = (ops[3].dtype, steps)
+        run = self._kernels.get(key)
+        if run is None:
+            check_recording(self._world, "matmul", stream)
+            run = self._kernels[key] = self._bind(tuple(op.dtype for op in ops[2:]), steps)
+        return run
+
+    def _bind(self, others: tuple[np.dtype, ...], steps: tuple[int, int]) -> Callable[..., None]:
+        config, product, world = self._config, self.product, self._world
+        rows, n, k, *strides = self._sizes
+        tiles = -(-rows // config.block_m) * -(-n // config.block_n)
+        constants = product.constants | product.product_constants(
+            config, k, n, strides[:2], strides[2:], steps, self._described
+        )
+        kinds = product.kinds(config, self._described, rows, k, n, strides)
+        return world.driver.bind(
+            matmul_kernel, blocks_for(world, tiles), (*kinds, *others),
+            (world.handle, *self._sizes), constants | {"GATHERED": False},
+        )  # fmt: skip

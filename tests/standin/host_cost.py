@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,13 @@ def rows() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "tdx.all_reduce(x)", lambda: tdx.all_reduce(x)
     yield "kernel[grid], plain pointers", lambda: empty_kernel[(1,)](plain, other, 7)
     yield "kernel[grid], tdx arrays", lambda: empty_kernel[(1,)](x, y, 7)
+    a, b, out = (world.zeros((256, 256), "bfloat16", symmetric=False) for _ in range(3))
+    for kind in (tdx.AllGatherMatmul, tdx.MatmulReduceScatter, tdx.MatmulAllReduce):
+        product = kind(world, a.shape, b.shape, a.dtype)
+        to = out[: product.out_shape[0]] if hasattr(product, "out_shape") else None
+        yield f"{kind.__name__} plan", partial(product, a, b, to)
+    yield "tdx.matmul(a, b, out=y)", lambda: tdx.matmul(a, b, out=out)
+    yield "tdx.matmul_all_reduce(out=y)", lambda: tdx.matmul_all_reduce(a, b, out=out)
 
 
 def main() -> None:

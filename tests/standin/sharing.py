@@ -219,6 +219,8 @@ def graphs_of_others(rank: Rank) -> None:
         assert not int(cu.cuStreamBeginCapture(stream, mode)[0])
         with rank.raises("call it once before", kind="InvalidArgument"):
             tdx.all_gather(x, stream=stream)
+        with rank.raises("call it once before", kind="InvalidArgument"):
+            tdx.matmul(x, x[:, :8], stream=stream)
         made = tdx.all_reduce(x, stream=stream)
         product = tdx.matmul(x, made, stream=stream)
         with world.on(stream):

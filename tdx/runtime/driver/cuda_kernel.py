@@ -80,7 +80,9 @@ class BoundKernel:
         The operands are aligned to 16 bytes.
         """
         self(stream, *operands)
-        return functools.partial(cuLaunchKernelEx, *self._aligned.launch)
+        repeat = functools.partial(cuLaunchKernelEx, *self._aligned.launch)
+        repeat.kernel = self  # type: ignore[attr-defined]  # the launch has addresses in it
+        return repeat
 
     def _unaligned(self, addresses: Sequence[int]) -> _Layout:
         """The layout for operands that are not all aligned like the usual ones."""

@@ -98,6 +98,7 @@ def case_bad_arguments(world):
             lambda: tdx.matmul(x.view("int32"), y.view("int32")),
         ),
         (InvalidArgument, "activation='tanh'", lambda: tdx.matmul(x, y, activation="tanh")),
+        (InvalidArgument, "a type that no option has", lambda: tdx.matmul(x, y, out_dtype=[])),
         (InvalidArgument, "bias", lambda: tdx.matmul(x, y, bias=x[0])),
         (InvalidArgument, "scale_a is for", lambda: tdx.matmul(x, y, scale_a=1.0)),
         (InvalidArgument, ">= 16", lambda: Config(8, 16, 16)),
