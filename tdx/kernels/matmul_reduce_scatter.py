@@ -3,7 +3,8 @@
 Every rank multiplies its A (M, K_local) by its B (K_local, N); the sum over ranks is scattered
 along the rows. Persistent blocks compute the tiles of the peers' rows first and the own rows
 last, push each tile into its owner's memory as it is finished, and signal it. A second kernel of
-the owner adds the W partial tiles as they arrive, in rank order.
+the owner adds the W partial tiles as they arrive, in rank order. Where all owners' rows fit into
+one tile they are computed together, so that B is read once, and each row goes to its owner.
 
     W ranks: (W - 1) / W * M * N * partial itemsize bytes out of each rank, hidden behind
     2 * M * N * K_local operations but for the last tiles.
@@ -36,6 +37,7 @@ from tdx.kernels.matmul import (
 from tdx.kernels.operand import elements
 from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_options
 from tdx.kernels.reduced_product import ReducedProduct, reduced_product
+from tdx.kernels.select import constants, power_of_two
 from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["MatmulReduceScatter", "matmul_reduce_scatter"]
@@ -49,6 +51,20 @@ def begin_kernel(epoch):
     tl.store(epoch, tl.load(epoch) + 1)
 
 
+@triton.jit
+def _spread(part, total, col, rows, columns, when, world, BM: tl.constexpr, BN: tl.constexpr):
+    """Store a tile that has `rows` rows of every rank: each rank's at its own `part`."""
+    ranks = tdl.num_ranks(world)
+    rm = tl.arange(0, BM)
+    rn = tl.arange(0, BN)
+    first_column = tl.cast(col, tl.int64) * BN
+    owner = rm // rows
+    to = tdl.symm_at(part, tl.minimum(owner, ranks - 1), world)
+    to += (rm - owner * rows).to(tl.int64) * columns + first_column
+    inside = (rm[:, None] < rows * ranks) & (rn[None, :] < columns - first_column) & when
+    tl.store(to[:, None] + rn[None, :], total.to(part.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def produce_kernel(
     a, b, scale_a, scale_b, partials, signals, epoch, world, rows, columns, depth,
@@ -56,8 +72,12 @@ def produce_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, A_UNIT: tl.constexpr, B_UNIT: tl.constexpr,
     A_STEP: tl.constexpr, B_STEP: tl.constexpr, EVEN: tl.constexpr, DESCRIBED: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of all owners' `rows` rows, the next rank's first, and push them."""
+    """Compute the tiles of all owners' `rows` rows, the next rank's first, and push them.
+
+    TOGETHER: a tile has the rows of all owners.
+    """
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
     stride_am, stride_ak = known_strides(stride_am, stride_ak, A_UNIT, EVEN)
@@ -69,19 +89,30 @@ def produce_kernel(
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
     tiles = tiles_m * tiles_n
-    for index in range(tl.program_id(0), tiles * ranks, tl.num_programs(0)):
-        owner = (me + 1 + index // tiles) % ranks
-        tile = index % tiles
-        row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-        total = tile_product(
-            a, b, scale_a, scale_b, owner.to(tl.int64) * rows, row, col, rows, columns, depth,
-            stride_am, stride_ak, stride_bk, stride_bn,
-            BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
-        )  # fmt: skip
-        slot = ((number & 1).to(tl.int64) * ranks + me) * rows * columns
-        to = tdl.symm_at(partials + slot, owner, world)
-        store_tile(to, total, to, row, col, rows, columns, columns, ok, BM, BN, False, "none")
-        tdl.notify(signals + me * tiles + row * tiles_n + col, owner, world, number)
+    slot = ((number & 1).to(tl.int64) * ranks + me) * rows * columns
+    if TOGETHER:
+        for col in range(tl.program_id(0), tiles_n, tl.num_programs(0)):
+            total = tile_product(
+                a, b, scale_a, scale_b, 0, 0, col, rows * ranks, columns, depth,
+                stride_am, stride_ak, stride_bk, stride_bn,
+                BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
+            )  # fmt: skip
+            _spread(partials + slot, total, col, rows, columns, ok, world, BM, BN)
+            for hop in range(1, ranks + 1):
+                tdl.notify(signals + me * tiles_n + col, (me + hop) % ranks, world, number)
+    else:
+        for index in range(tl.program_id(0), tiles * ranks, tl.num_programs(0)):
+            owner = (me + 1 + index // tiles) % ranks
+            tile = index % tiles
+            row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+            total = tile_product(
+                a, b, scale_a, scale_b, owner.to(tl.int64) * rows, row, col, rows, columns, depth,
+                stride_am, stride_ak, stride_bk, stride_bn,
+                BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
+            )  # fmt: skip
+            to = tdl.symm_at(partials + slot, owner, world)
+            store_tile(to, total, to, row, col, rows, columns, columns, ok, BM, BN, False, "none")
+            tdl.notify(signals + me * tiles + row * tiles_n + col, owner, world, number)
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -133,9 +164,14 @@ class MatmulReduceScatter(ReducedProduct):
             raise InvalidArgument(
                 f"a's first axis, {first}, is no multiple of the {size} ranks; pad it"
             )
-        self._rows = elements(self.shape_a[:-1]) // size
+        rows = elements(self.shape_a[:-1])
+        self._rows = rows // size
         depth, columns = self.shape_b
-        tile = self.product.tile(config, self.world, self._rows, columns, depth, size)
+        few = rows <= constants(self.world.backend).tile[0]
+        tile = self.product.tile(
+            config, self.world, rows if few else self._rows, columns, depth, 1 if few else size
+        )
+        self._together = rows <= tile.block_m
         return tile, algorithm or "fused"
 
     def _build(self, buffer: bool) -> None:
@@ -179,14 +215,15 @@ class MatmulReduceScatter(ReducedProduct):
         if key not in self._kernels:
             product, (k, n) = self.product, self.shape_b
             described = product.described(self.world, self.config, k, n, strides, aligned)
-            rows = self.group.size * self._rows
+            size = self.group.size
             kinds = (
-                *product.kinds(self.config, described, rows, k, n, strides),
+                *product.kinds(self.config, described, size * self._rows, k, n, strides),
                 product.scale_dtype, product.scale_dtype,
             )  # fmt: skip
+            tiles = self._tiles * (1 if self._together else size)
             self._kernels[key] = self.bind(
-                produce_kernel, blocks_for(self.world, self._tiles * self.group.size), kinds,
-                *self._shared, k, *strides,
+                produce_kernel, blocks_for(self.world, tiles), kinds, *self._shared, k,
+                *strides, TOGETHER=self._together,
                 **product.product_constants(
                     self.config, k, n, strides[:2], strides[2:], steps, described
                 ),
@@ -197,9 +234,10 @@ class MatmulReduceScatter(ReducedProduct):
         """The reduction with a bias of this type, bound at first use."""
         if bias not in self._kernels:
             config = self.config
+            height = power_of_two(self._rows) if self._together else config.block_m
             self._kernels[bias] = self.bind(
                 reduce_kernel, blocks_for(self.world, self._tiles),
-                (self.product.out_dtype, bias), *self._shared, BM=config.block_m,
+                (self.product.out_dtype, bias), *self._shared, BM=height,
                 BN=config.block_n, EVEN=self.shape_b[1] % 16 == 0, num_warps=config.num_warps,
                 **self.product.constants,
             )  # fmt: skip

@@ -146,7 +146,7 @@ def _product(
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "PRECISION": "ieee", "HAS_BIAS": True,
         "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": True, "TRACE": False,
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
-        "DESCRIBED": described,
+        "DESCRIBED": described, "TOGETHER": False,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
@@ -243,6 +243,11 @@ PRODUCTS = {
     ),
     "consume-fp32": ("all_gather_matmul.consume_kernel", "float32", {}),
     "produce-bf16": ("matmul_reduce_scatter.produce_kernel", "bfloat16", {}),
+    "produce-together": (
+        "matmul_reduce_scatter.produce_kernel",
+        "bfloat16",
+        {"TOGETHER": True, "BM": 64, "BN": 64},
+    ),
     "reduce-bf16": ("matmul_reduce_scatter.reduce_kernel", "bfloat16", {}),
     "fused-bf16": ("matmul_all_reduce.fused_kernel", "bfloat16", {}),
     "fused-fp32": ("matmul_all_reduce.fused_kernel", "float32", {}),

@@ -143,7 +143,8 @@ def test_waits_are_loops_that_acquire(outcome, case, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i64",
-    "broadcast-scatter", "put-signal", "enter", "produce-bf16", "norm-two_shot", "fused-bf16",
+    "broadcast-scatter", "put-signal", "enter", "produce-bf16", "produce-together", "norm-two_shot",
+    "fused-bf16",
 ])  # fmt: skip
 def test_signals_release(outcome, case, target):
     pattern = r"(st|red|atom)\S*\.release|release\S*\.sys|buffer_wbl2 sc0 sc1"
