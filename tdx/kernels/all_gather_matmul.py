@@ -24,7 +24,6 @@ rank has entered its next call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -35,14 +34,14 @@ import tdx.language as tdl
 from tdx.kernels.call import Call
 from tdx.kernels.gathering import GatherFirst, Gathering
 from tdx.kernels.matmul import (
+    bind_matmul,
     grouped_tile,
     known,
     known_strides,
-    matmul_kernel,
     store_tile,
     tile_product,
 )
-from tdx.kernels.operand import elements, operand
+from tdx.kernels.operand import elements, for_each, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import (
     Config,
@@ -192,9 +191,10 @@ class AllGatherMatmul(Plan):
             self._traced = trace
             shared.update(
                 a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype,
-                algorithm=self.algorithm, chunks_per_rank=chunks_per_rank,
-                block_m=self.config.block_m,
+                algorithm=self.algorithm,
             )  # fmt: skip
+            if self.algorithm == "fused":  # what the rows of a chunk follow from
+                shared.update(chunks_per_rank=chunks_per_rank, block_m=self.config.block_m)
         with self.preparation():
             self._build(chunks_per_rank, buffer)
 
@@ -233,7 +233,7 @@ class AllGatherMatmul(Plan):
             self._traces.append(world.zeros((max(1, tiles),), "int32", symmetric=False))
         self._kernels: dict[Any, Callable[..., None]] = {}
         for i, (_, n) in enumerate(self.shapes_b):
-            if self.product.prepares(world, self.config, depth, n, (depth, 1, n, 1)):
+            if self.product.prepares(self.config, (size * self._rows, n, depth, depth, 1, n, 1)):
                 self._consumer(i, (n, 1), 0, self.dtype, True)
 
     def _tiles(self, columns: int) -> int:
@@ -254,7 +254,7 @@ class AllGatherMatmul(Plan):
         world, product, count = self.world, self.product, len(self.shapes_b)
         x = self.input(a, self.shape_a, self.dtype, "a")
         bs, outs, biases, scales = (
-            _for_each_b(value, count, self._single, what)
+            for_each(value, count, self._single, what)
             for value, what in ((b, "b"), (out, "out"), (bias, "bias"), (scale_b, "scale_b"))
         )
         left, step = product.check_scale(world, scale_a, self.shape_a[:-1], "scale_a", x)
@@ -286,25 +286,18 @@ class AllGatherMatmul(Plan):
         key = (i, strides, step, bias, aligned)
         product, (k, n) = self.product, self.shapes_b[i]
         if key not in self._kernels and n:
-            layout = (k, 1, *strides)
-            described = product.described(self.world, self.config, k, n, layout, aligned)
-            kinds = product.kinds(
-                self.config, described, self.group.size * self._rows, k, n, layout
-            )
-            constants = product.constants | product.product_constants(
-                self.config, k, n, (k, 1), strides, (1, step), described
-            )
+            sizes = (self.group.size * self._rows, n, k, k, 1, *strides)
+            described = product.described(self.world, self.config, sizes, aligned)
             bind = self._bind_fused if self.algorithm == "fused" else self._bind_unfused
-            self._kernels[key] = bind(i, kinds, bias, strides, constants)
+            self._kernels[key] = bind(i, sizes, (1, step), described, bias)
         return self._kernels.get(key)
 
     def _bind_fused(
-        self, i: int, kinds: Sequence[Any], bias: np.dtype, strides: Sequence[int],
-        constants: dict[str, Any],
-    ) -> Callable[..., None]:  # fmt: skip
-        gathering, product, (k, n) = self._gathering, self.product, self.shapes_b[i]
+        self, i: int, sizes: Sequence[int], steps: tuple[int, int], described: bool, bias: np.dtype
+    ) -> Callable[..., None]:
+        gathering, product, (_, n, k, *strides) = self._gathering, self.product, sizes
         assert isinstance(gathering, Gathering)
-        a, b = kinds
+        a, b = product.kinds(self.config, described, sizes)
         gathered: Any = a.of(gathering.buffer) if isinstance(a, Described) else gathering.buffer
         tiles = self._tiles(n) * gathering.chunks * self.group.size
         return self.bind(
@@ -312,26 +305,20 @@ class AllGatherMatmul(Plan):
             (b, product.out_dtype, bias, product.scale_dtype),
             gathered, gathering.scales, gathering.progress, gathering.epoch,
             self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
-            gathering.chunks, *strides, TRACE=self._traced, **constants,
+            gathering.chunks, *strides[2:], TRACE=self._traced, **product.constants,
+            **product.product_constants(self.config, sizes, steps, described),
         )  # fmt: skip
 
     def _bind_unfused(
-        self, i: int, kinds: Sequence[Any], bias: np.dtype, strides: Sequence[int],
-        constants: dict[str, Any],
-    ) -> Callable[..., None]:  # fmt: skip
-        gathering, product, (k, n) = self._gathering, self.product, self.shapes_b[i]
-        rows, scale = self.group.size * self._rows, product.scale_dtype
-        tiles = -(-rows // self.config.block_m) * -(-n // self.config.block_n)
-        run = self.bind(
-            matmul_kernel, blocks_for(self.world, tiles),
-            (*kinds, product.out_dtype, bias, scale, scale), self.group.handle, rows, n, k, k, 1,
-            *strides, GATHERED=True, **constants,
-        )  # fmt: skip
-        gathered = operand(self.world, gathering.buffer, "gathered")
-        scales = operand(self.world, gathering.scales, "scales")
-        return lambda stream, y, to, vector, right: run(
-            stream, gathered, y, to, vector, scales, right
-        )
+        self, i: int, sizes: Sequence[int], steps: tuple[int, int], described: bool, bias: np.dtype
+    ) -> Callable[..., None]:
+        world, product, gathering = self.world, self.product, self._gathering
+        others = (product.out_dtype, bias, product.scale_dtype, product.scale_dtype)
+        group = self.group.handle
+        run = bind_matmul(world, product, self.config, sizes, steps, described, others, group)
+        gathered = operand(world, gathering.buffer, "gathered")
+        scales = operand(world, gathering.scales, "scales")
+        return lambda stream, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
 
     def gathered(self) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next call."""
@@ -354,16 +341,6 @@ class AllGatherMatmul(Plan):
                     remote += seen.size
                     early += int((seen < units).sum())
         return early, remote
-
-
-def _for_each_b(value: Any, count: int, single: bool, what: str) -> list[Any]:
-    """One value for each of `count` b; `single`: not in a sequence."""
-    if value is None:
-        return [None] * count
-    values = [value] if single or isinstance(value, Real) else list(value)
-    if len(values) != count:
-        raise InvalidArgument(f"expected one for each of {count} b, got {len(values)} {what}")
-    return values
 
 
 @takes_options(ProductOptions)
@@ -400,7 +377,7 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
         x = call.operand(a, "a")
         ys = [call.operand(y, "b", strided=True) for y in many]
         outs, biases, scales = (
-            _for_each_b(getattr(given, what), len(many), single, what)
+            for_each(getattr(given, what), len(many), single, what)
             for what in ("out", "bias", "scale_b")
         )
         extras = {

@@ -70,8 +70,12 @@ def check_key(operation: str, values: tuple[Any, ...]) -> None:
 
 
 def check_recording(world: World, operation: str, stream: Any) -> None:
-    """Raise InvalidArgument if another library records `stream`: nothing can be loaded then."""
-    if stream is not None and world.driver.recorded_elsewhere(stream_handle(stream)):
+    """Raise InvalidArgument if another library records `stream`: nothing can be loaded then.
+
+    None: the current stream.
+    """
+    handle = world.driver.current_stream() if stream is None else stream_handle(stream)
+    if world.driver.recorded_elsewhere(handle):
         raise InvalidArgument(
             f"{operation} would load a kernel while another library records a graph of the "
             "stream; call it once before, with the same shapes"

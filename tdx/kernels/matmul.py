@@ -26,7 +26,7 @@ from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
-__all__ = ["ACTIVATIONS", "Config", "matmul"]
+__all__ = ["ACTIVATIONS", "Config", "bind_matmul", "matmul"]
 
 
 @triton.jit
@@ -294,7 +294,7 @@ def matmul(
     left, right = given_operand(call, scale_a, "scale_a"), given_operand(call, scale_b, "scale_b")
     left, step_a = product.check_scale(world, left, shape[:-1], "scale_a", x)
     right, step_b = product.check_scale(world, right, (n,), "scale_b", x)
-    if to.shape and 0 not in to.shape:
+    if 0 not in to.shape:
         ops = (x, y, to, vector, left, right)
         run = ready.kernel(ops, (step_a, step_b), call.stream)
         handle = call.handle()
@@ -320,10 +320,10 @@ class _Prepared:
         rows, *strides = flattened(x)
         self._world = world
         self._sizes = (rows, n, k, *strides, *y.strides)
-        self._config = self.product.tile(config, world, rows, n, k)
-        self._described = self.product.described(
-            world, self._config, k, n, self._sizes[3:], aligned
-        )
+        usual = Config(16, 16, 16)
+        fits = config is not None or self.product.described(world, usual, self._sizes, aligned)
+        self._config = self.product.tile(config, world, rows, n, k, described=fits)
+        self._described = self.product.described(world, self._config, self._sizes, aligned)
         self._kernels: dict[Any, Callable[..., None]] = {}
 
     def kernel(
@@ -334,18 +334,26 @@ class _Prepared:
         run = self._kernels.get(key)
         if run is None:
             check_recording(self._world, "matmul", stream)
-            run = self._kernels[key] = self._bind(tuple(op.dtype for op in ops[2:]), steps)
+            run = self._kernels[key] = bind_matmul(
+                self._world, self.product, self._config, self._sizes, steps, self._described,
+                tuple(op.dtype for op in ops[2:]),
+            )  # fmt: skip
         return run
 
-    def _bind(self, others: tuple[np.dtype, ...], steps: tuple[int, int]) -> Callable[..., None]:
-        config, product, world = self._config, self.product, self._world
-        rows, n, k, *strides = self._sizes
-        tiles = -(-rows // config.block_m) * -(-n // config.block_n)
-        constants = product.constants | product.product_constants(
-            config, k, n, strides[:2], strides[2:], steps, self._described
-        )
-        kinds = product.kinds(config, self._described, rows, k, n, strides)
-        return world.driver.bind(
-            matmul_kernel, blocks_for(world, tiles), (*kinds, *others),
-            (world.handle, *self._sizes), constants | {"GATHERED": False},
-        )  # fmt: skip
+
+def bind_matmul(
+    world: World, product: Product, config: Config, sizes: Sequence[int], steps: tuple[int, int],
+    described: bool, others: Sequence[np.dtype], senders: Any = None,
+) -> Callable[..., None]:  # fmt: skip
+    """matmul_kernel for a product of `sizes`, and scales with `steps`: see Product.
+
+    `others` are the types of c, bias and scales; `senders` is the handle of the group that sent a.
+    """
+    rows, n, _, *_ = sizes
+    tiles = -(-rows // config.block_m) * -(-n // config.block_n)
+    constants = product.constants | product.product_constants(config, sizes, steps, described)
+    return world.driver.bind(
+        matmul_kernel, blocks_for(world, tiles),
+        (*product.kinds(config, described, sizes), *others), (senders or world.handle, *sizes),
+        constants | {"GATHERED": senders is not None},
+    )  # fmt: skip

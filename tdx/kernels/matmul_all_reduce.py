@@ -192,7 +192,7 @@ class MatmulAllReduce(ReducedProduct):
         self._out = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
         self._kernels: dict[Any, Callable[..., None]] = {}
         usual = (self.shape_a[-1], 1, columns, 1)
-        if self.product.prepares(self.world, config, *self.shape_b, usual):
+        if self.product.prepares(config, self._sizes(usual)):
             self._kernel(usual, (0, 0), self.dtype, True)
 
     def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
@@ -214,18 +214,17 @@ class MatmulAllReduce(ReducedProduct):
         """The kernel for operands so laid out, bound at first use."""
         key = (strides, steps, bias, aligned)
         if key not in self._kernels:
-            product, (k, n) = self.product, self.shape_b
-            described = product.described(self.world, self.config, k, n, strides, aligned)
+            product, k = self.product, self.shape_b[0]
+            sizes = self._sizes(strides)
+            described = product.described(self.world, self.config, sizes, aligned)
             scale = product.scale_dtype
-            a, b = product.kinds(self.config, described, self._rows, k, n, strides)
+            a, b = product.kinds(self.config, described, sizes)
             self._kernels[key] = self.bind(
                 fused_kernel, self._blocks,
                 (a, b, scale, scale, product.out_dtype, bias),
                 *self._shared, k, *strides, **product.constants, RANKS=self.group.size,
                 ONE_SHOT=self.algorithm == "one_shot",
-                **product.product_constants(
-                    self.config, k, n, strides[:2], strides[2:], steps, described
-                ),
+                **product.product_constants(self.config, sizes, steps, described),
             )  # fmt: skip
         return self._kernels[key]
 

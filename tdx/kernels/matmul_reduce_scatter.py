@@ -37,7 +37,7 @@ from tdx.kernels.matmul import (
 from tdx.kernels.operand import elements
 from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_options
 from tdx.kernels.reduced_product import ReducedProduct, reduced_product
-from tdx.kernels.select import constants, power_of_two
+from tdx.kernels.select import power_of_two
 from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["MatmulReduceScatter", "matmul_reduce_scatter"]
@@ -167,11 +167,11 @@ class MatmulReduceScatter(ReducedProduct):
         rows = elements(self.shape_a[:-1])
         self._rows = rows // size
         depth, columns = self.shape_b
-        few = rows <= constants(self.world.backend).tile[0]
-        tile = self.product.tile(
-            config, self.world, rows if few else self._rows, columns, depth, 1 if few else size
-        )
-        self._together = rows <= tile.block_m
+        for m, parts in ((rows, 1), (self._rows, size)):
+            tile = self.product.tile(config, self.world, m, columns, depth, parts)
+            self._together = rows <= tile.block_m
+            if self._together:
+                break
         return tile, algorithm or "fused"
 
     def _build(self, buffer: bool) -> None:
@@ -187,7 +187,7 @@ class MatmulReduceScatter(ReducedProduct):
         self._kernels: dict[Any, Callable[..., None]] = {}
         self._begin = self.bind(begin_kernel, 1, (), epoch, num_warps=1)
         usual = (self.shape_a[-1], 1, columns, 1)
-        if self.product.prepares(self.world, config, *self.shape_b, usual):
+        if self.product.prepares(config, self._sizes(usual)):
             self._producer(usual, (0, 0), True)
         self._reducer(self.dtype)
 
@@ -213,20 +213,19 @@ class MatmulReduceScatter(ReducedProduct):
         """The product of operands so laid out, bound at first use."""
         key = (strides, steps, aligned)
         if key not in self._kernels:
-            product, (k, n) = self.product, self.shape_b
-            described = product.described(self.world, self.config, k, n, strides, aligned)
+            product, k = self.product, self.shape_b[0]
+            sizes = self._sizes(strides)
+            described = product.described(self.world, self.config, sizes, aligned)
             size = self.group.size
             kinds = (
-                *product.kinds(self.config, described, size * self._rows, k, n, strides),
+                *product.kinds(self.config, described, sizes),
                 product.scale_dtype, product.scale_dtype,
             )  # fmt: skip
             tiles = self._tiles * (1 if self._together else size)
             self._kernels[key] = self.bind(
                 produce_kernel, blocks_for(self.world, tiles), kinds, *self._shared, k,
                 *strides, TOGETHER=self._together,
-                **product.product_constants(
-                    self.config, k, n, strides[:2], strides[2:], steps, described
-                ),
+                **product.product_constants(self.config, sizes, steps, described),
             )  # fmt: skip
         return self._kernels[key]
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ __all__ = [
     "elements",
     "enter",
     "flattened",
+    "for_each",
     "operand",
 ]
 
@@ -240,3 +242,13 @@ def flattened(a: Operand) -> tuple[int, int, int]:
                 "do not lie behind one another; pass a contiguous array"
             )
     return elements(lead), axes[-1][1] if axes else a.shape[-1], a.strides[-1]
+
+
+def for_each(value: Any, count: int, single: bool, what: str) -> list[Any]:
+    """One value of an operation for each of `count` b; `single`: not in a sequence."""
+    if value is None:
+        return [None] * count
+    values = [value] if single or isinstance(value, Real) else list(value)
+    if len(values) != count:
+        raise InvalidArgument(f"expected one for each of {count} b, got {len(values)} {what}")
+    return values

@@ -121,7 +121,9 @@ class Plan:
         which rank each belongs, for kernels that cannot: see Site.
         """
         site = Site(self.operation, name, self._usage, words_per_rank, steps)
-        return self.world.allocate_runtime(self.group, tuple(shape), dtypes.resolve(dtype), site)
+        array = self.world.allocate_runtime(self.group, tuple(shape), dtypes.resolve(dtype), site)
+        self._memory.append(array._block)
+        return array
 
     def channel(self, blocks: int) -> Channel:
         """Signals for `blocks` blocks."""
@@ -136,7 +138,7 @@ class Plan:
         `pointers` are the dtypes of its leading parameters, or Described; `args` are all other
         run-time ones. Returns `run(stream, *operands)`, with an operand for each leading parameter.
         """
-        self._memory.extend(_blocks_of(args))
+        self._memory.extend(block for block in _blocks_of(args) if block not in self._memory)
         kinds = tuple(
             kind if isinstance(kind, Described) else dtypes.resolve(kind) for kind in pointers
         )

@@ -167,12 +167,16 @@ class Product:
         return {"HAS_BIAS": self.bias, "ACTIVATION": self.activation or "none"}
 
     def tile(
-        self, config: Config | None, world: World, m: int, n: int, k: int, parts: int = 1
-    ) -> Config:
-        """`config` if it will do, or else the tile for `parts` products of this size."""
+        self, config: Config | None, world: World, m: int, n: int, k: int, parts: int = 1,
+        described: bool = True,
+    ) -> Config:  # fmt: skip
+        """`config` if it will do, or else the tile for `parts` products of this size.
+
+        `described`: as the operands are, tensor descriptors may fill it.
+        """
         if config is None:
-            backend, usual = world.backend, Config(16, 16, 16)
-            described = self.described(world, usual, k, n, (k, 1, n, 1))
+            backend = world.backend
+            described &= self._unfit(world, Config(16, 16, 16)) is None
             blocks = -(-world.driver.resident_blocks() // parts)
             tile = tile_for(backend, m, n, k, self.dtype.itemsize, described, blocks)
             made = Config(*tile, num_stages=constants(backend).stages)
@@ -181,46 +185,50 @@ class Product:
             raise InvalidArgument(
                 f"block_k={config.block_k} must be >= {FLOAT8_DEPTH} for products of {self.dtype}"
             )
+        if config.descriptors:
+            _refuse(self._unfit(world, config))
         return config
 
     def described(
-        self, world: World, config: Config, k: int, n: int, strides: Sequence[int],
-        aligned: bool = True,
-    ) -> bool:  # fmt: skip
-        """Whether a and b, with two strides each, are read through tensor descriptors.
+        self, world: World, config: Config, sizes: Sequence[int], aligned: bool = True
+    ) -> bool:
+        """Whether a and b are read through tensor descriptors.
 
-        `aligned`: they begin at multiples of 16 bytes.
+        `sizes`: rows of a in all, N, K, and two strides each; `aligned`: they begin at multiples
+        of 16 bytes. What is empty is not read.
         """
         if config.descriptors is False or (config.descriptors is None and world.backend == "host"):
             return False
-        refusal = self._undescribed(world, config, k, n, strides, aligned)
-        if refusal and config.descriptors:
-            raise Unsupported(f"descriptors=True: {refusal}; leave it None for other loads there")
+        refusal = self._unfit(world, config) or self._unfit_operands(sizes, aligned)
+        if config.descriptors and min(sizes[:3]):
+            _refuse(refusal)
         return refusal is None
 
-    def prepares(
-        self, world: World, config: Config, k: int, n: int, strides: Sequence[int]
-    ) -> bool:
-        """Whether `config` lets a kernel be prepared for operands with these strides."""
-        return not config.descriptors or not self._undescribed(world, config, k, n, strides, True)
+    def prepares(self, config: Config, sizes: Sequence[int]) -> bool:
+        """Whether `config` lets a kernel be prepared for operands so laid out."""
+        return not config.descriptors or not self._unfit_operands(sizes, True)
 
-    def _undescribed(
-        self, world: World, config: Config, k: int, n: int, strides: Sequence[int],
-        aligned: bool,
-    ) -> str | None:  # fmt: skip
-        """Why descriptors will not do. The limits are those of cuTensorMapEncodeTiled."""
-        arch, size = world.device.arch, self.dtype.itemsize
+    def _unfit(self, world: World, config: Config) -> str | None:
+        """Why tensor descriptors will not do with any operands."""
+        arch = world.device.arch
         if world.backend == "hip" or (world.backend == "cuda" and int(arch[3:]) < 90):
             return f"{arch} has no tensor descriptors"
-        if size == 4:
+        if self.dtype.itemsize == 4:
             return f"products of {self.dtype} take none"
         if max(config.block_m, config.block_n, config.block_k) > 256:
             return "a side of the tile is longer than 256"
-        if not k or not n:
+        return None
+
+    def _unfit_operands(self, sizes: Sequence[int], aligned: bool) -> str | None:
+        """Why they will not do with these. The limits are those of cuTensorMapEncodeTiled."""
+        rows, n, k, a_row, a_unit, *b_strides = sizes
+        size = self.dtype.itemsize
+        if not min(rows, n, k):
             return "a or b is empty"
+        if max(rows, n, k) >= 1 << 31:  # loads take coordinates of 32 bits
+            return "a or b is longer than 2**31"
         if not aligned:
             return "a or b does not begin at a multiple of 16 bytes"
-        a_row, a_unit, *b_strides = strides
         along_n = b_strides[1] == 1 and not self.scaled  # Hopper reads float8 along K only
         if a_unit != 1 or not (along_n or b_strides[0] == 1):
             wanted = "K" if self.scaled else "K or N"
@@ -231,13 +239,14 @@ class Product:
         return None
 
     def kinds(
-        self, config: Config, described: bool, rows: int, k: int, n: int, strides: Sequence[int]
+        self, config: Config, described: bool, sizes: Sequence[int]
     ) -> tuple[np.dtype | Described, np.dtype | Described]:
-        """What a kernel takes as a, of `rows` rows in all, and b with these strides."""
+        """What a kernel takes as a and b; `sizes` as for `described`."""
         if not described:
             return self.dtype, self.dtype
+        rows, n, k, *strides = sizes
         tile_m, tile_n, tile_k = config.block_m, config.block_n, config.block_k
-        a = Described(self.dtype, (max(1, rows), k), (strides[0], 1), (tile_m, tile_k))
+        a = Described(self.dtype, (rows, k), (strides[0], 1), (tile_m, tile_k))
         if _unit(strides[2:]) == 1:
             b = Described(self.dtype, (k, n), (strides[2], 1), (tile_k, tile_n))
         else:
@@ -245,13 +254,14 @@ class Product:
         return a, b
 
     def product_constants(
-        self, config: Config, k: int, n: int, a: Sequence[int], b: Sequence[int],
-        steps: tuple[int, int] = (0, 0), described: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
-        """Constexpr arguments and options of a kernel with a product of these extents, strides.
+        self, config: Config, sizes: Sequence[int], steps: tuple[int, int], described: bool
+    ) -> dict[str, Any]:
+        """Constexpr arguments and options of a kernel with such a product; see `described`.
 
         `steps`: how far apart the scales of rows and of columns are; 0 where one is for all.
         """
+        _, n, k, *a = sizes
+        a, b = a[:2], a[2:]
         units = [_unit(a), _unit(b)]
         rest = [
             stride
@@ -333,7 +343,14 @@ def _narrow(tile: Config, m: int, n: int, blocks: int) -> Config:
     width = tile.block_n
     while width > 32 and -(-m // tile.block_m) * -(-n // width) < blocks:
         width //= 2
-    return replace(tile, block_n=width, num_warps=min(tile.num_warps, 4))
+    small = tile.block_m * width <= 128 * 64  # more would spill from the registers of 4 warps
+    return replace(tile, block_n=width, num_warps=4 if small else tile.num_warps)
+
+
+def _refuse(refusal: str | None) -> None:
+    """Raise Unsupported for the reason why descriptors=True cannot be."""
+    if refusal is not None:
+        raise Unsupported(f"descriptors=True: {refusal}; leave it None for other loads there")
 
 
 def _unit(strides: Sequence[int]) -> int:

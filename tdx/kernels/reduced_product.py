@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tdx.kernels.call import Call
-from tdx.kernels.operand import Operand, flattened, operand
+from tdx.kernels.operand import Operand, elements, flattened, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
 from tdx.runtime import dtypes
@@ -100,6 +100,11 @@ class ReducedProduct(Plan):
             )
         if self.shape_a[-1] != self.shape_b[0]:
             raise InvalidArgument(f"a {self.shape_a} and b {self.shape_b} differ in K")
+
+    def _sizes(self, strides: Sequence[int]) -> tuple[int, ...]:
+        """The product of operands with these strides: see Product.described."""
+        k, n = self.shape_b
+        return (elements(self.shape_a[:-1]), n, k, *strides)
 
     def _operands(
         self, a: Any, b: Any, out: Any, bias: Any = None, scale_a: Any = None, scale_b: Any = None

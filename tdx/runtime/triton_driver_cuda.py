@@ -219,15 +219,13 @@ class TensorMap:
     Attributes
     ----------
     address : int
-        Of the 128 bytes that a launch takes.
-    words : list[int]
-        The parameters that follow: shape and strides.
+        Of the 128 bytes that a launch takes. Shape and strides follow as parameters.
     """
 
     def __init__(self, descriptor: TensorDescriptor, expected: dict[str, Any]):
         """`expected`: the entry of Compiled.maps."""
         try:
-            self._holder, *self.words = make_tensordesc_arg(descriptor, expected, *_MAP_OPTIONS)
+            self._holder, *_ = make_tensordesc_arg(descriptor, expected, *_MAP_OPTIONS)
         except RuntimeError as error:
             raise DriverError(f"the GPU's driver refuses {descriptor}: {error}") from error
         # the last field of Triton's object

@@ -62,9 +62,13 @@ def products_through_descriptors(rank: Rank) -> None:
         for a in arrays * 2:
             tdx.matmul(a, b)
             assert (rank.fake.described, rank.fake.first_argument) == (1, a.data_ptr())
-        encoded = rank.fake.calls()["cuTensorMapEncodeTiled"]
-        tdx.matmul(arrays[0], b)
-        assert rank.fake.calls()["cuTensorMapEncodeTiled"] == encoded
+        weights = [world.zeros((64, 48), "bfloat16", symmetric=False) for _ in range(100)]
+        for again in range(2):
+            encoded = rank.fake.calls()["cuTensorMapEncodeTiled"]
+            for weight in weights:
+                tdx.matmul(a, weight)
+            new = rank.fake.calls()["cuTensorMapEncodeTiled"] - encoded
+            assert new == (0 if again else len(weights))
         tdx.matmul(a, b, config=Config(64, 64, 64, descriptors=False))
         assert (rank.fake.described, rank.fake.first_argument) == (0, a.data_ptr())
         odd = world.zeros((32, 72), "bfloat16", symmetric=False)[:, 1:65]
@@ -88,7 +92,7 @@ def products_through_descriptors(rank: Rank) -> None:
         rank.fake.heal()
         tdx.matmul(fresh, b)
         world.close()
-        del a, b, y, arrays, odd, first, second, fresh, graph
+        del a, b, y, arrays, weights, weight, odd, first, second, fresh, graph
     rank.fake.compute = 80
     world = rank.init()
     try:
@@ -100,3 +104,19 @@ def products_through_descriptors(rank: Rank) -> None:
     finally:
         rank.fake.compute = 90
         world.close()
+
+
+@scenario(2)
+def products_of_ranks_that_differ(rank: Rank) -> None:
+    """N of a gather and K of a sum are each rank's own, and nothing that is agreed on."""
+    import tdx
+
+    world = rank.init()
+    own = rank.rank
+    for m in (16, 100):
+        n = 1000 if own else 1024
+        tdx.AllGatherMatmul(world, (m, 256), (256, n), "bfloat16")
+    for k in (0, 64 * own + 64):
+        for kind in (tdx.MatmulReduceScatter, tdx.MatmulAllReduce):
+            kind(world, (2048, k * own), (k * own, 4096), "bfloat16")
+    world.close()

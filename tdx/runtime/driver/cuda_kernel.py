@@ -31,7 +31,7 @@ __all__ = ["BoundKernel"]
 cuLaunchKernelEx = cu.cuLaunchKernelEx
 _INTEGERS = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64")
 _SCRATCH = 2  # pointers that Triton adds to the parameters: unused scratch memory
-_KEPT_MAPS = 64
+_KEPT_MAPS = 1024
 _VECTOR = 16  # bytes: Triton compiles other code for pointers that are not aligned to this
 
 
@@ -121,7 +121,7 @@ class _Layout:
             places.append(len(words))
             if isinstance(value, TensorDescriptor):
                 maps.append(_Maps(next(expected)))
-                words += (0, *value.shape, *value.strides)
+                words += (0, *value.shape, *value.strides)  # the map, filled in later
             else:
                 maps.append(None)
                 words += _words(kind, value)
@@ -181,7 +181,7 @@ class _Maps:
         known = self._known.get(address)
         if known is None:
             if len(self._known) == _KEPT_MAPS:
-                self._known.clear()
+                del self._known[next(iter(self._known))]
             descriptor = kind.at(address) if isinstance(kind, Described) else kind
             known = self._known[address] = TensorMap(descriptor, self._expected)
         return known.address

@@ -176,6 +176,21 @@ def case_ranks_have_the_same_bits(world, comm):
         assert_same_bits(mine, theirs)
 
 
+@worlds(2)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def case_gathered_rows_come_after_a_call_on_another_stream(world, algorithm):
+    plan = tdx.AllGatherMatmul(world, (4, 8), (8, 3), "float32", algorithm=algorithm)
+    x, y = world.zeros((4, 8), "float32", symmetric=False), world.zeros((8, 3), "float32")
+    stream = world.new_stream()
+    for turn in range(1, 3):
+        x.copy_from(np.full((4, 8), turn, np.float32))
+        world.barrier()
+        if world.rank:
+            time.sleep(0.2)
+        plan(x, y, stream=stream)
+        assert_same_bits(plan.gathered().numpy(), np.full((8, 8), turn, np.float32), turn)
+
+
 @worlds(2, 4)
 def case_overlap_with_a_late_sender(world):
     """One rank enters late: by then all tiles that do not need its data are finished."""
