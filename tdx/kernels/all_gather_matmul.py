@@ -1,4 +1,4 @@
-"""All-gather and matrix product in one: C = act(gather(A) . B + bias), overlapped.
+"""All-gather and matrix product in one operation: C = act(gather(A) . B + bias).
 
 A is split over the ranks along its first axis, B is each rank's own.
 
@@ -345,7 +345,7 @@ class AllGatherMatmul(Plan):
 
 @takes_options(ProductOptions)
 def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **options: Any) -> Any:
-    """act(gather(a) . b + bias), the gather overlapped with the product. Collective over `team`.
+    """act(gather(a) . b + bias), overlapped but for few rows. Collective over `team`.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """Gathers for a consumer kernel, optionally with a scale for each row: chunk by chunk, or first.
 
-GatherFirst is complete before the consumer starts. Of a Gathering it follows chunk by chunk:
-Each rank pushes its part in chunks into every peer's gathered buffer, on a stream of its own, and
-sets a signal there after each chunk. A rank that enters a call gives every peer credit to write
-into its buffer, so only pushes to a late rank are late.
+A consumer starts when all of a GatherFirst is there. It follows a Gathering chunk by chunk: each
+rank pushes its part in chunks into every peer's gathered buffer, on a stream of its own, and sets a
+signal there after each chunk. A rank that enters a call gives every peer credit to write into its
+buffer, so only pushes to a late rank are late.
 
 A chunk's scales are stored behind its rows and before its signal: who has seen the signal may
 read both.

@@ -3,7 +3,8 @@
 C = act(A . B + bias): A (M, K), B (K, N), any strides, any M, N, K. Accumulates in float32.
 float8 inputs have scales, one or one for each row of A and column of B, which multiply the sum.
 Persistent blocks walk over the tiles in groups of rows, so that tiles which run together share
-columns of B in cache (the grouped order of Triton's matmul tutorial).
+columns of B in cache (the grouped order of Triton's matmul tutorial). Where the GPU has tensor
+descriptors (TMA) and the operands allow it, those load A and B.
 
 float32 inputs are multiplied as IEEE float32 unless `allow_tf32=True`. For one Config the bits
 of a tile depend on its inputs only: not on the rank, the run, or how many blocks there are.
@@ -177,6 +178,7 @@ def _store(
     c, total, bias, row, col, rows, columns, stride_cm, when,
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
+    """As store_tile, in one piece."""
     total = finish_tile(total, bias, col, columns, BN, HAS_BIAS, ACTIVATION)
     rm = tl.arange(0, BM)
     rn = tl.arange(0, BN)
