@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +24,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tdx-backend",
         choices=("host", "cuda", "hip"),
         default="host",
-        help="backend of the rank cases; on GPUs worlds are at most as large as their number",
+        help="backend of rank cases and examples; on GPUs worlds are at most as large as their "
+        "number. All other tests run on the host tier, but for those marked gpu",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_JOBS] = Jobs(config.getoption("--tdx-backend"))
+    os.environ.pop("TDX_BACKEND", None)  # not the user's: see tests/helpers/commands.py
+
+
+@pytest.fixture(scope="session")
+def most_ranks(request: pytest.FixtureRequest) -> int:
+    """The largest world on the backend that was asked for."""
+    return _largest_world(request.config.getoption("--tdx-backend"))
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -40,6 +49,9 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Rank cases last, those of one world size together: they share a job."""
+    if config.getoption("--tdx-backend") == "host":  # a GPU that is there is left alone
+        config.hook.pytest_deselected(items=[item for item in items if _needs_gpu(item)])
+        items[:] = [item for item in items if not _needs_gpu(item)]
     items.sort(key=lambda item: item.order if isinstance(item, CaseItem) else (0, 0))
 
 
@@ -104,7 +116,9 @@ class CaseItem(pytest.Item):
     def runtest(self) -> None:
         jobs = self.config.stash[_JOBS]
         try:
-            jobs.run(self.request)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("TDX_BACKEND", self.config.getoption("--tdx-backend"))
+                jobs.run(self.request)
         except Skipped as skipped:
             pytest.skip(str(skipped))
 
@@ -115,6 +129,10 @@ class CaseItem(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.path, 0, self.name
+
+
+def _needs_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None
 
 
 def _largest_world(backend: str) -> int:

@@ -2,7 +2,7 @@
 
 A is split over the ranks along its first axis, B is each rank's own.
 
-fused    A push kernel on a stream of its own sends the own rows to every peer, chunk by chunk,
+fused    A kernel, for large parts copy engines, sends the own rows to every peer, chunk by chunk,
          with a signal after each. The product's persistent blocks take the chunks in the order in
          which they arrive, the own ones first, so that communication hides behind computation:
          W ranks, M rows in all, S = M * K * itemsize / W: (W - 1) * S bytes out of each rank,
@@ -51,7 +51,7 @@ from tdx.kernels.product import (
     given_operand,
     takes_options,
 )
-from tdx.kernels.select import constants
+from tdx.kernels.select import constants, gather_chunks
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import InvalidArgument
@@ -178,12 +178,14 @@ class AllGatherMatmul(Plan):
             following = chunks_per_rank is not None or trace
             if algorithm == "unfused" and following:
                 raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
-            if chunks_per_rank is None:
-                chunks_per_rank = constants(world.backend).chunks_per_rank
-            self._check(chunks_per_rank)
+            self._check()
             *lead, self._depth = self.shape_a
             self._rows, size = elements(lead), self.group.size
-            few = size > 1 and self._rows <= constants(world.backend).unfused_rows
+            if chunks_per_rank is None:
+                nbytes = self._rows * self._depth * self.dtype.itemsize
+                chunks_per_rank = gather_chunks(world.backend, nbytes)
+            self._check_chunks(chunks_per_rank)
+            few = size > 1 and size * self._rows <= constants(world.backend).unfused_rows
             self.algorithm = algorithm or ("unfused" if few and not following else "fused")
             parts = 1 if self.algorithm == "unfused" else size
             rows, widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
@@ -198,7 +200,7 @@ class AllGatherMatmul(Plan):
         with self.preparation():
             self._build(chunks_per_rank, buffer)
 
-    def _check(self, chunks: int) -> None:
+    def _check(self) -> None:
         if len(self.shape_a) < 2:
             raise InvalidArgument(f"a needs 2 or more axes (m, ..., K), got {self.shape_a}")
         for shape in self.shapes_b:
@@ -207,6 +209,8 @@ class AllGatherMatmul(Plan):
                     f"b of shape {shape} does not fit a of shape {self.shape_a}: "
                     f"expected ({self.shape_a[-1]}, N)"
                 )
+
+    def _check_chunks(self, chunks: int) -> None:
         units = self.group.size * chunks
         if chunks < 1 or units > tdl.MAX_WAIT_ANY:
             raise InvalidArgument(

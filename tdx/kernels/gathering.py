@@ -1,9 +1,10 @@
 """Gathers for a consumer kernel, optionally with a scale for each row: chunk by chunk, or first.
 
 A consumer starts when all of a GatherFirst is there. It follows a Gathering chunk by chunk: each
-rank pushes its part in chunks into every peer's gathered buffer, on a stream of its own, and sets a
+rank pushes its part in chunks into every peer's gathered buffer, beside the consumer, and sets a
 signal there after each chunk. A rank that enters a call gives every peer credit to write into its
-buffer, so only pushes to a late rank are late.
+buffer, so only pushes to a late rank are late. Large chunks are pushed by copy engines, see
+copy_push.py; small ones by a kernel of a few blocks, whose multiprocessors the consumer lacks.
 
 A chunk's scales are stored behind its rows and before its signal: who has seen the signal may
 read both.
@@ -12,12 +13,14 @@ read both.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import triton
 import triton.language as tl
 
 import tdx.language as tdl
+from tdx.kernels.copy_push import Beside, CopyPush, enter_kernel
 from tdx.kernels.copying import copy_share
 from tdx.kernels.low_latency import LowLatency
 from tdx.kernels.operand import Operand, byte_units, elements, operand
@@ -25,22 +28,8 @@ from tdx.kernels.plan import Plan
 from tdx.kernels.pushing import Push
 from tdx.kernels.select import block_bytes, block_elements, constants, gather_algorithm
 from tdx.runtime.array import Array
-from tdx.runtime.stream import order
 
 __all__ = ["GatherFirst", "Gathering"]
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def enter_kernel(progress, credit, epoch, world, chunks):
-    """Begin a call, the own part being in place: own signals, and credit to every peer."""
-    me = tdl.rank(world)
-    ranks = tdl.num_ranks(world)
-    number = tl.load(epoch) + 1
-    for chunk in range(0, chunks):
-        tdl.notify(progress + me * chunks + chunk, me, world, number)
-    for hop in range(1, ranks):
-        tdl.notify(credit + me, (me + hop) % ranks, world, number)
-    tl.store(epoch, number)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -96,7 +85,7 @@ class Gathering:
     chunk_rows : int
         Rows of a chunk along the first axis of `shape`; the last chunk may be shorter.
     blocks : int
-        Blocks of the kernel that pushes; they must be resident beside the consumer.
+        Multiprocessors that the consumer leaves to the kernels that push.
     """
 
     def __init__(
@@ -116,23 +105,35 @@ class Gathering:
         self.epoch = plan.world.zeros((1,), np.int32, symmetric=False)
         # some array has to stand in where a kernel has no use for one
         self.scales = plan.workspace("scales", (size, rows), np.float32) if scaled else self.epoch
-        self._side = plan.world.streams.lend(self, priority=-1)
         self._nbytes = elements(shape) * dtype.itemsize
-        chunk_bytes = self.chunk_rows * elements(shape[1:]) * dtype.itemsize
-        word, unit = byte_units(self._nbytes, chunk_bytes)
-        width = word.itemsize
-        most = constants(plan.world.backend).push_blocks // max(1, size - 1)
-        self.blocks = (size - 1) * max(1, min(self.chunks, most))
         signals = (self.progress, credit, self.epoch, plan.group.handle)
         self._enter = plan.bind(enter_kernel, 1, (), *signals, self.chunks, num_warps=1)
-        scales = block_elements(plan.world.backend, rows)
-        self._push = plan.bind(
-            push_kernel, max(1, self.blocks), (word,), self.scales, *signals,
-            self._nbytes // (width * unit), chunk_bytes // (width * unit), self.chunks, rows,
-            self.chunk_rows, UNIT=unit, SCALED=scaled, SCALES=scales,
-            BLOCK=block_bytes(plan.world.backend, self._nbytes) // width, num_warps=8,
-        )  # fmt: skip
         self._spread = _spread_kernels(plan, self.scales, rows) if scaled else []
+        row_bytes = elements(shape[1:]) * dtype.itemsize
+        self._pushing: CopyPush | _KernelPush
+        if size > 1 and self.chunk_rows * row_bytes >= constants(plan.world.backend).engine_bytes:
+            pieces = self._pieces(rows, row_bytes, scaled)
+            self._pushing = CopyPush(plan, signals, self.chunks, pieces)
+        else:
+            self._pushing = _KernelPush(plan, self, signals, row_bytes, scaled)
+        self.blocks = self._pushing.blocks
+        self.join = self._pushing.join
+
+    def _pieces(
+        self, rows: int, row_bytes: int, scaled: bool
+    ) -> Callable[[int, int], list[tuple[Array, int, int, int]]]:
+        """What copy engines copy to a peer as a chunk."""
+        own, height = self._group.rank * rows, self.chunk_rows
+        arrays = [(self.buffer, row_bytes), (self.scales, 4)][: 1 + scaled]
+
+        def pieces(peer: int, chunk: int) -> list[tuple[Array, int, int, int]]:
+            first, count = own + chunk * height, min(height, rows - chunk * height)
+            return [
+                (array, first * width, array._address + first * width, count * width)
+                for array, width in arrays
+            ]
+
+        return pieces
 
     def start(
         self, plan: Plan, x: Operand, stream: int, scale: Operand | None = None, step: int = 0
@@ -140,7 +141,8 @@ class Gathering:
         """Queue the gathering of contiguous `x`; consumers queued on `stream` may follow at once.
 
         `plan` is the one that this is a part of. If scaled: `scale` of `rows` float32 with step 1,
-        of one for all rows with step 0. The previous call must have been joined.
+        of one for all rows with step 0. The previous call must have been joined: `join(stream)`
+        makes later work of the stream wait until the own part was pushed to all peers.
         """
         world, group = self._world, self._group
         if self._nbytes:
@@ -149,23 +151,37 @@ class Gathering:
         if scale is not None:
             self._spread[step](stream, scale)
         self._enter(stream)
-        if group.size > 1:
-            order(world.driver, stream, self._side.handle)
-            self._push(self._side.handle, operand(world, self.buffer, "buffer"))
+        self._pushing.start(stream)
 
-    def join(self, stream: int) -> None:
-        """Later work of `stream` waits until the own part was pushed to all peers."""
-        if self._group.size == 1:
-            return
-        world = self._world
-        side = self._side.handle
-        if world.recording is not None and world.driver.capturing(stream) != (
-            world.driver.capturing(side)
-        ):
-            # pushes of an earlier call, not part of the graph: each replay waits for such
-            world.recording.before_replay(self.join)
-        else:
-            order(world.driver, side, stream)
+
+class _KernelPush:
+    """One kernel that pushes the own part of a Gathering to all peers."""
+
+    def __init__(
+        self, plan: Plan, to: Gathering, signals: tuple[Any, ...], row_bytes: int, scaled: bool
+    ):
+        size, rows, chunk_bytes = plan.group.size, to.buffer.shape[1], to.chunk_rows * row_bytes
+        most = constants(plan.world.backend).push_blocks // max(1, size - 1)
+        self.blocks = (size - 1) * max(1, min(to.chunks, most))
+        self._world, self._buffer = plan.world, to.buffer
+        self._beside = Beside(plan.world, min(1, size - 1))
+        self.join = self._beside.join
+        nbytes = rows * row_bytes
+        word, unit = byte_units(nbytes, chunk_bytes)
+        width = word.itemsize
+        self._push = plan.bind(
+            push_kernel, max(1, self.blocks), (word,), to.scales, *signals,
+            nbytes // (width * unit), chunk_bytes // (width * unit), to.chunks, rows,
+            to.chunk_rows, UNIT=unit, SCALED=scaled,
+            SCALES=block_elements(plan.world.backend, rows),
+            BLOCK=block_bytes(plan.world.backend, nbytes) // width, num_warps=8,
+        )  # fmt: skip
+
+    def start(self, stream: int) -> None:
+        """Queue it, behind what is queued on `stream` now."""
+        self._beside.fork(stream)
+        for side in self._beside.streams:
+            self._push(side.handle, operand(self._world, self._buffer, "buffer"))
 
 
 class GatherFirst:

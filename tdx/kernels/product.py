@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from tdx.kernels.call import Call, remembered
 from tdx.kernels.operand import Operand, operand
-from tdx.kernels.select import FLOAT8_DEPTH, constants, power_of_two, tile_for
+from tdx.kernels.select import constants
+from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
 from tdx.runtime import dtypes
 from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
@@ -38,46 +39,7 @@ ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 _FLOAT8 = "float8_e4m3fn"
 _OUTPUTS = ("float16", "bfloat16", "float32")
 _INPUTS = (*_OUTPUTS, _FLOAT8)
-_FEW_ROWS = 128  # of decoding: what counts is that every block reads a part of b
 _FLOAT32 = dtypes.resolve("float32")
-
-
-@dataclass(frozen=True)
-class Config:
-    """How a matmul runs; pins the bits of its result.
-
-    Attributes
-    ----------
-    block_m, block_n, block_k : int
-        Rows, columns and depth of a tile, powers of two >= 16; of float8 a depth >= 32.
-    group_m : int
-        Rows of tiles that are walked through together.
-    num_warps, num_stages : int
-        Warps of a block, and depth of the load pipeline.
-    descriptors : bool, optional
-        Whether a and b are read through tensor descriptors (TMA). None: where the GPU has them
-        (sm_90 and later) and the operands allow it. True, and they do not: Unsupported says why.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int = 8
-    num_warps: int = 8
-    num_stages: int = 3
-    descriptors: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            value = getattr(self, name)
-            if value < 16 or value != power_of_two(value):
-                raise InvalidArgument(f"{name}={value} must be a power of two >= 16")
-        if self.num_warps < 1 or self.num_warps != power_of_two(self.num_warps):
-            raise InvalidArgument(f"num_warps={self.num_warps} must be a power of two")
-        if self.group_m < 1 or self.num_stages < 1:
-            raise InvalidArgument(
-                f"group_m={self.group_m} and num_stages={self.num_stages} must be >= 1"
-            )
 
 
 @dataclass(kw_only=True)
@@ -175,12 +137,11 @@ class Product:
         `described`: as the operands are, tensor descriptors may fill it.
         """
         if config is None:
-            backend = world.backend
             described &= self._unfit(world, Config(16, 16, 16)) is None
-            blocks = -(-world.driver.resident_blocks() // parts)
-            tile = tile_for(backend, m, n, k, self.dtype.itemsize, described, blocks)
-            made = Config(*tile, num_stages=constants(backend).stages)
-            return made if backend == "host" or m > _FEW_ROWS else _narrow(made, m, n, blocks)
+            return choose_tile(
+                world.backend, world.device.arch, m, n, k, self.dtype.itemsize, described,
+                world.driver.resident_blocks(), parts,
+            )  # fmt: skip
         if self.scaled and config.block_k < FLOAT8_DEPTH:
             raise InvalidArgument(
                 f"block_k={config.block_k} must be >= {FLOAT8_DEPTH} for products of {self.dtype}"
@@ -336,15 +297,6 @@ class Product:
                 f"{shape}; got shape {op.shape}"
             )
         return op, 1
-
-
-def _narrow(tile: Config, m: int, n: int, blocks: int) -> Config:
-    """The tile as narrow as it takes for each of the blocks to have one."""
-    width = tile.block_n
-    while width > 32 and -(-m // tile.block_m) * -(-n // width) < blocks:
-        width //= 2
-    small = tile.block_m * width <= 128 * 64  # more would spill from the registers of 4 warps
-    return replace(tile, block_n=width, num_warps=4 if small else tile.num_warps)
 
 
 def _refuse(refusal: str | None) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 __all__ = [
     "CONSTANTS",
     "COSTS",
-    "FLOAT8_DEPTH",
     "MOVEMENT",
     "STAGING_BYTES",
     "Constants",
@@ -21,6 +20,7 @@ __all__ = [
     "cheapest",
     "constants",
     "gather_algorithm",
+    "gather_chunks",
     "low_latency_elements",
     "low_latency_words",
     "movement_algorithm",
@@ -29,7 +29,7 @@ __all__ = [
     "push_tile",
     "row_block",
     "shard_block",
-    "tile_for",
+    "shared_bytes",
 ]
 
 
@@ -48,17 +48,21 @@ class Constants:
     tile : tuple[int, int, int]
         Rows, columns and depth in bytes of a matmul's tile.
     described_columns : int
-        Columns of a tile that tensor descriptors fill, of a product with a tile for every block.
+        Most columns of a tile that tensor descriptors fill.
+    tile_times : mapping of int to float
+        Time of a tile with that many columns, relative to one with the most.
     stages : int
-        Depth of a matmul's load pipeline.
+        Greatest depth of a matmul's load pipeline.
     matmul_blocks : int
         Most blocks of a matmul.
     push_blocks : int
         Blocks of a kernel that pushes beside a matmul, for all peers together.
     chunks_per_rank : int
         Pieces in which a rank's part is gathered beside a matmul.
+    engine_bytes : int
+        Bytes for a peer from which copy engines send them, beside a matmul.
     unfused_rows : int
-        Most rows of a rank that are gathered before a matmul: b is read once, not for each rank.
+        Most rows of all ranks that are gathered before a matmul: b is read once, not for each.
     """
 
     low_latency_bytes_per_block: int
@@ -66,20 +70,60 @@ class Constants:
     blocks: int
     tile: tuple[int, int, int]
     described_columns: int
+    tile_times: Mapping[int, float]
     stages: int
     matmul_blocks: int
     push_blocks: int
     chunks_per_rank: int
+    engine_bytes: int
     unfused_rows: int
 
 
-# A GPU's tile of 128 x 128 x 128 bytes takes 32 KiB of shared memory a stage.
+_NEVER = 1 << 62
+# of bfloat16 with 128 rows and a depth of 64 on an H200, all multiprocessors busy
+_TILE_TIMES = {256: 1.0, 128: 0.54, 64: 0.43, 32: 0.4}
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
-    "host": Constants(1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 256, 1, 2, 1, 1, 0),
-    "cuda": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 256, 3, 1 << 10, 16, 8, 128),
-    "hip": Constants(1 << 10, (1024, 4096), 128, (128, 128, 128), 128, 2, 1 << 10, 16, 8, 128),
+    "host": Constants(1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 256, {}, 1, 2, 1, 1, _NEVER, 0),
+    "cuda": Constants(
+        1 << 10,
+        (1024, 4096),
+        128,
+        (128, 128, 128),
+        256,
+        _TILE_TIMES,
+        5,
+        1 << 10,
+        16,
+        8,
+        2 << 20,
+        128,
+    ),
+    "hip": Constants(
+        1 << 10,
+        (1024, 4096),
+        128,
+        (128, 128, 128),
+        128,
+        _TILE_TIMES,
+        2,
+        1 << 10,
+        16,
+        8,
+        2 << 20,
+        128,
+    ),
 }
+
+
+def shared_bytes(arch: str) -> int:
+    """Most shared memory of one block, bytes."""
+    if not arch.startswith("sm_"):
+        return 64 << 10  # of gfx942; gfx950 has more
+    capability = int(arch[3:])
+    if capability in (86, 89) or capability >= 120:
+        return 99 << 10
+    return (227 if capability >= 90 else 163) << 10
 
 
 STAGING_BYTES = 64 << 20  # most memory of a plan for slots that large arrays pass through
@@ -150,7 +194,6 @@ class Movement:
     broadcast_rounds: tuple[int, int] = (64 << 10, 16 << 20)
 
 
-_NEVER = 1 << 62
 # measured on four H200: small blocks until all multiprocessors have one, then large ones
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
@@ -254,6 +297,18 @@ def gather_algorithm(backend: str, nbytes: int, ranks: int, own_buffer: bool) ->
     return movement_algorithm(backend, nbytes, ranks, large)
 
 
+def gather_chunks(backend: str, nbytes: int) -> int:
+    """In how many pieces the `nbytes` of a rank are gathered beside a matmul.
+
+    Copy engines take several microseconds for each piece, and the product of the own rows hides a
+    large one: so few.
+    """
+    limits = constants(backend)
+    if nbytes < limits.engine_bytes:
+        return limits.chunks_per_rank
+    return min(limits.chunks_per_rank, max(1, nbytes // (32 << 20)))
+
+
 def broadcast_round_bytes(backend: str, nbytes: int) -> int:
     """Bytes of a round of a pipelined broadcast, a power of two.
 
@@ -263,37 +318,6 @@ def broadcast_round_bytes(backend: str, nbytes: int) -> int:
     fewest, most = MOVEMENT[backend].broadcast_rounds
     best = math.isqrt(nbytes * MOVEMENT[backend].meeting_bytes)
     return min(most, max(fewest, power_of_two(best)))
-
-
-FLOAT8_DEPTH = 32  # least depth of a tile of float8: what tensor cores take at a time
-
-
-def tile_for(
-    backend: str, m: int, n: int, k: int, itemsize: int, described: bool = False, blocks: int = 1
-) -> tuple[int, int, int]:
-    """Rows, columns and depth of a product's tile: no larger than the product asks for.
-
-    `described`: tensor descriptors fill it; `blocks`: how many run at once.
-    """
-    limits = constants(backend)
-    rows, columns, depth_bytes = limits.tile
-    if backend != "host":
-        if itemsize == 4:  # IEEE float32 has no tensor cores: its operands need registers
-            columns //= 2
-        elif itemsize == 1 and backend == "hip":  # gfx942 converts float8, in registers
-            depth_bytes //= 2
-        if itemsize < 4 and (
-            k % 16 or n % 16
-        ):  # single elements are loaded, each with its own mask
-            rows, columns, depth_bytes = rows // 2, columns // 2, depth_bytes // 2
-        elif described and itemsize == 2:  # the partial sums of float8 need more registers
-            wide = limits.described_columns
-            if -(-m // rows) * -(-n // wide) >= blocks:
-                columns = wide
-    least = FLOAT8_DEPTH if itemsize == 1 else 16
-    wanted = ((rows, m, 16), (columns, n, 16), (depth_bytes // itemsize, k, least))
-    fitted = [max(low, min(limit, power_of_two(extent))) for limit, extent, low in wanted]
-    return fitted[0], fitted[1], fitted[2]
 
 
 def power_of_two(n: int) -> int:

@@ -134,26 +134,30 @@ def _words(kernel: str, word: str, **more):
 
 
 def _product(
-    kernel: str, dtype: str, hip: bool, b_unit: int = 1, described: bool = False, **chosen
-):
-    """A matmul's kernel as select.py would have it for a large product."""
-    from tdx.kernels.select import constants, tile_for
+    kernel: str, dtype: str, target: str, b_unit: int = 1, described: bool = False,
+    shape: tuple[int, int, int] = (4096, 4096, 4096), **chosen,
+):  # fmt: skip
+    """A matmul's kernel as it is chosen for a product of this shape."""
+    from tdx.kernels.tiles import choose_tile
 
-    backend = "hip" if hip else "cuda"
+    backend = "hip" if target in AMD else "cuda"
     size = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}[dtype]
-    bm, bn, bk = tile_for(backend, 4096, 4096, 4096, size)
+    tile = choose_tile(backend, target, *shape, size, described, 132)
+    bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
+    even = not any(extent % 16 for extent in shape[1:])
     values = {
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "PRECISION": "ieee", "HAS_BIAS": True,
-        "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": True, "TRACE": False,
+        "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": even, "TRACE": False,
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
         "DESCRIBED": described, "TOGETHER": False,
+        "ENGINES": False,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
     out = POINTER["bfloat16"] if size == 1 else pointer
     types = {
         **dict.fromkeys(("a", "b", "gathered"), pointer),
-        **dict.fromkeys(("c", "bias", "partials", "results"), out),
+        **dict.fromkeys(("c", "bias", "partials", "outgoing", "results"), out),
         **dict.fromkeys(("scale_a", "scale_b", "scales"), "*fp32"),
         **dict.fromkeys(
             ("progress", "epoch", "signals", "trace", "arrived", "finished"), "*i32"
@@ -166,12 +170,11 @@ def _product(
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
     if described:
-        bm, bn, bk = (values[name] for name in ("BM", "BN", "BK"))
         kind = pointer[1:]
         types["a"] = types["gathered"] = f"tensordesc<{kind}[{bm}, {bk}]>"
         block = [bn, bk] if b_unit == 0 else [bk, bn]
         types["b"] = f"tensordesc<{kind}{block}>"
-    options = {"num_warps": 8, "num_stages": constants(backend).stages}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return kernel, types, values, options
 
 
@@ -225,36 +228,45 @@ CASES = {
         "one_sided.signal_kernel",
         {"signal": "*i32", "world": "world", "peer": "i32", "value": "i32"}, {}, {"num_warps": 1},
     ),
-    "enter": ("gathering.enter_kernel", {**GATHERING, "chunks": "i32"}, {}, {"num_warps": 1}),
+    "grant": (
+        "copy_push.grant_kernel",
+        {**GATHERING, **dict.fromkeys(("finished", "sent"), "*i32"),
+         **dict.fromkeys(("peer", "chunks", "count"), "i32")}, {}, {"num_warps": 1},
+    ),
+    "enter": ("copy_push.enter_kernel", {**GATHERING, "chunks": "i32"}, {}, {"num_warps": 1}),
     "barrier": (
         "barrier.barrier_kernel", {"channel": "channel", "world": "world"}, {}, {"num_warps": 1},
     ),
 }  # fmt: skip
-SMALL = {"BM": 64, "BN": 64, "BK": 32}  # what select.py takes for ragged products
+RAGGED = {"shape": (4096, 4104, 4096)}
+FEW_ROWS = {"shape": (16, 7168, 8192)}
 PRODUCTS = {
     "matmul-bf16": ("matmul.matmul_kernel", "bfloat16", {}),
     "matmul-gathered": ("matmul.matmul_kernel", "bfloat16", {"GATHERED": True}),
     "matmul-bf16-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0}),
+    "matmul-bf16-few": ("matmul.matmul_kernel", "bfloat16", FEW_ROWS),
     "consume-bf16": ("all_gather_matmul.consume_kernel", "bfloat16", {}),
     "consume-bf16-ragged": (
         "all_gather_matmul.consume_kernel",
         "bfloat16",
-        {"EVEN": False, **SMALL},
+        RAGGED,
     ),
     "consume-fp32": ("all_gather_matmul.consume_kernel", "float32", {}),
     "produce-bf16": ("matmul_reduce_scatter.produce_kernel", "bfloat16", {}),
     "produce-together": (
         "matmul_reduce_scatter.produce_kernel",
         "bfloat16",
-        {"TOGETHER": True, "BM": 64, "BN": 64},
+        {"TOGETHER": True, "shape": (64, 7168, 4096)},
     ),
+    "produce-engines": ("matmul_reduce_scatter.produce_kernel", "bfloat16", {"ENGINES": True}),
+    "reduce-engines": ("matmul_reduce_scatter.reduce_kernel", "bfloat16", {"ENGINES": True}),
     "reduce-bf16": ("matmul_reduce_scatter.reduce_kernel", "bfloat16", {}),
     "fused-bf16": ("matmul_all_reduce.fused_kernel", "bfloat16", {}),
     "fused-fp32": ("matmul_all_reduce.fused_kernel", "float32", {}),
     "fused-one_shot-ragged": (
         "matmul_all_reduce.fused_kernel",
         "bfloat16",
-        {"ONE_SHOT": True, "EVEN": False, **SMALL},
+        {"ONE_SHOT": True, **RAGGED},
     ),
 }
 FLOAT8 = {
@@ -263,18 +275,24 @@ FLOAT8 = {
     "produce-fp8": ("matmul_reduce_scatter.produce_kernel", "float8_e4m3fn", {"b_unit": 0}),
     "fused-fp8": ("matmul_all_reduce.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
 }
-WIDE = {"described": True, "BN": 256}  # what select.py takes for large products
+BY_DESCRIPTORS = {"described": True}
 DESCRIBED = {
-    "matmul-described": ("matmul.matmul_kernel", "bfloat16", WIDE),
-    "matmul-described-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0, **WIDE}),
+    "matmul-described": ("matmul.matmul_kernel", "bfloat16", BY_DESCRIPTORS),
+    "matmul-described-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0, **BY_DESCRIPTORS}),
     "matmul-described-fp8": (
         "matmul.matmul_kernel",
         "float8_e4m3fn",
-        {"b_unit": 0, "described": True},
+        {"b_unit": 0, **BY_DESCRIPTORS},
     ),
-    "consume-described": ("all_gather_matmul.consume_kernel", "bfloat16", WIDE),
-    "produce-described": ("matmul_reduce_scatter.produce_kernel", "bfloat16", WIDE),
-    "fused-described": ("matmul_all_reduce.fused_kernel", "bfloat16", WIDE),
+    "matmul-described-few": ("matmul.matmul_kernel", "bfloat16", {**BY_DESCRIPTORS, **FEW_ROWS}),
+    "consume-described": ("all_gather_matmul.consume_kernel", "bfloat16", BY_DESCRIPTORS),
+    "produce-described-engines": (
+        "matmul_reduce_scatter.produce_kernel",
+        "bfloat16",
+        {**BY_DESCRIPTORS, "ENGINES": True},
+    ),
+    "produce-described": ("matmul_reduce_scatter.produce_kernel", "bfloat16", BY_DESCRIPTORS),
+    "fused-described": ("matmul_all_reduce.fused_kernel", "bfloat16", BY_DESCRIPTORS),
 }
 PRODUCTS |= FLOAT8 | DESCRIBED
 
@@ -285,7 +303,7 @@ def job(case: str, target: str) -> Job:
         kernel, types, constants, options = CASES[case]
     else:
         name, dtype, chosen = PRODUCTS[case]
-        kernel, types, constants, options = _product(name, dtype, target in AMD, **chosen)
+        kernel, types, constants, options = _product(name, dtype, target, **chosen)
     if target in AMD and options["num_warps"] == 16:
         options = {**options, "num_warps": 8}  # as many threads: waves are twice as wide
     module, name = kernel.split(".")

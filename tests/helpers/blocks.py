@@ -1,4 +1,4 @@
-"""Kernels of many blocks on the host tier, which otherwise takes as few as it can."""
+"""Plans made as for other sizes: of many blocks, with gathers by copy engines."""
 
 from __future__ import annotations
 
@@ -20,4 +20,17 @@ def many_blocks() -> Iterator[None]:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONSTANTS, "host", small)
+        yield
+
+
+@contextmanager
+def copy_engines(use: bool = True) -> Iterator[None]:
+    """Plans made inside gather beside a product by copy engines, of any size, or not at all."""
+    with pytest.MonkeyPatch.context() as patch:
+        for backend, constants in CONSTANTS.items():
+            patch.setitem(
+                CONSTANTS,
+                backend,
+                dataclasses.replace(constants, engine_bytes=1 if use else 1 << 62),
+            )
         yield

@@ -14,10 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def tdx_environment(**changes: str) -> dict[str, str]:
-    """The environment with this checkout importable, and the changes."""
+    """The environment with this checkout importable, and the changes.
+
+    On the host tier, also where there are GPUs, unless TDX_BACKEND is set: rank cases and examples
+    set it to what pytest's --tdx-backend says.
+    """
     earlier = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT), *([earlier] if earlier else [])])
-    return os.environ | {"PYTHONPATH": path} | changes
+    return {"TDX_BACKEND": "host"} | os.environ | {"PYTHONPATH": path} | changes
 
 
 def run_tdx(

@@ -212,6 +212,21 @@ def test_usable_gpus_are_used(machine, capsys):
     assert demo._place(None, None) == ("cuda", 3)
 
 
-def test_a_gpu_that_cannot_be_opened_says_why():
-    trouble = demo._trouble_with_gpu(64)
-    assert "Error: " in trouble  # no binding, no driver library or no GPU on this machine
+def test_a_gpu_that_cannot_be_opened_says_why(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # hides those that are there
+    trouble = demo._trouble_with_gpu(1)
+    assert "Error: " in trouble  # no binding, no driver library or no GPU to be seen
+
+
+def test_what_init_chooses_when_nobody_did(machine, monkeypatch, capsys):
+    """Here only: all other tests name the backend, see tests/helpers/commands.py."""
+    monkeypatch.setattr(backends, "_said", False)
+    machine(nvidia=1)
+    assert backends.choose(None) == "cuda"
+    machine(nvidia=0, amd=1)
+    assert backends.choose(None) == "host"
+    for rank in (1, 0, 0):
+        backends.announce(None, "host", rank)
+    said = capsys.readouterr().err
+    assert said.startswith("tdx: found no GPU that tdx can drive (there is no driver for the AMD")
+    assert said.count("\n") == 1

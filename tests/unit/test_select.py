@@ -6,12 +6,10 @@ import pytest
 
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
-from tdx.kernels.matmul import Config as MatmulConfig
 from tdx.kernels.operand import byte_units
 from tdx.kernels.select import (
     CONSTANTS,
     COSTS,
-    FLOAT8_DEPTH,
     MOVEMENT,
     STAGING_BYTES,
     block_bytes,
@@ -26,9 +24,10 @@ from tdx.kernels.select import (
     push_block,
     push_tile,
     shard_block,
-    tile_for,
+    shared_bytes,
 )
 from tdx.kernels.shards import Steps
+from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
 from tdx.runtime.errors import InvalidArgument
 
 
@@ -128,26 +127,47 @@ def test_the_cheapest_algorithm_follows_the_size():
 
 @pytest.mark.parametrize("backend", CONSTANTS)
 def test_tiles_fit_the_product(backend):
-    rows, columns, _ = tile_for(backend, 4096, 4096, 4096, 2)
-    assert (rows, columns) == CONSTANTS[backend].tile[:2]
-    assert tile_for(backend, 1, 1, 1, 2) == (16, 16, 16)
+    tile = choose_tile(backend, "sm_80", 4096, 4096, 4096, 2)
+    assert (tile.block_m, tile.block_n) == CONSTANTS[backend].tile[:2]
+    tile = choose_tile(backend, "sm_80", 1, 1, 1, 2)
+    assert (tile.block_m, tile.block_n, tile.block_k) == (16, 16, 16)
     for shape in [(1, 4096, 4096), (4096, 17, 33), (100, 100, 100)]:
         for itemsize in (1, 2, 4):
-            config = MatmulConfig(*tile_for(backend, *shape, itemsize))
-            assert config.block_k >= (FLOAT8_DEPTH if itemsize == 1 else 16)
+            tile = choose_tile(backend, "sm_90", *shape, itemsize)
+            assert tile.block_k >= (FLOAT8_DEPTH if itemsize == 1 else 16)
 
 
-def test_tiles_that_descriptors_fill_are_wide_if_every_block_has_one():
-    usual, wide = CONSTANTS["cuda"].tile[1], CONSTANTS["cuda"].described_columns
-    assert wide > usual
-    for m, n, blocks, columns in [
-        (4096, 4096, 132, wide), (1024, 4096, 132, usual), (1024, 4096, 33, wide),
-        (128, wide, 1, wide), (128, usual, 1, usual),
-    ]:  # fmt: skip
-        assert tile_for("cuda", m, n, 4096, 2, True, blocks)[1] == columns
-        assert tile_for("cuda", m, n, 4096, 2)[1] == usual
-    assert tile_for("cuda", 4096, 4096, 4096, 1, True)[1] == usual
-    assert tile_for("cuda", 4096, 4096 + 8, 4096, 2, True)[1] < usual
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile"),
+    [
+        (8192, 7168, 8192, (128, 256, 64, 8, 4)), (2048, 7168, 4096, (128, 128, 64, 8, 5)),
+        (2048, 4096, 7168, (128, 256, 64, 8, 4)), (512, 7168, 8192, (128, 256, 64, 8, 4)),
+        (128, 7168, 8192, (128, 64, 64, 4, 5)), (16, 7168, 8192, (16, 64, 128, 4, 5)),
+    ],
+)  # fmt: skip
+def test_tiles_that_were_best_on_an_h200(m, n, k, tile):
+    """Of 132 multiprocessors; bfloat16 through tensor descriptors."""
+    assert choose_tile("cuda", "sm_90", m, n, k, 2, True, 132) == Config(
+        *tile[:3], num_warps=tile[3], num_stages=tile[4]
+    )
+
+
+def test_parts_are_tiled_as_one_product():
+    def width(m, parts):
+        return choose_tile("cuda", "sm_90", m, 4096, 4096, 2, True, 132, parts).block_n
+
+    assert width(512, 4) == width(2048, 1) == 256
+    assert width(512, 1) == 128
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_stages_fit_into_shared_memory(arch, itemsize):
+    for shape in [(4096, 4096, 4096), (16, 4096, 4096), (64, 1000, 999)]:
+        tile = choose_tile("cuda", arch, *shape, itemsize, itemsize == 2)
+        stage = (tile.block_m + tile.block_n) * tile.block_k * itemsize
+        assert 2 <= tile.num_stages <= CONSTANTS["cuda"].stages
+        assert tile.num_stages * stage < shared_bytes(arch)
 
 
 @pytest.mark.parametrize(
@@ -164,13 +184,13 @@ def test_units_divide_everything(multiples, expected):
 @pytest.mark.parametrize("values", [(8, 16, 16), (16, 24, 16), (16, 16, 0)])
 def test_a_tile_must_be_powers_of_two(values):
     with pytest.raises(InvalidArgument, match="power of two >= 16"):
-        MatmulConfig(*values)
+        Config(*values)
 
 
 @pytest.mark.parametrize("options", [{"num_warps": 3}, {"group_m": 0}, {"num_stages": 0}])
 def test_other_options_of_a_matmul(options):
     with pytest.raises(InvalidArgument, match=next(iter(options))):
-        MatmulConfig(16, 16, 16, **options)
+        Config(16, 16, 16, **options)
 
 
 @pytest.mark.parametrize(

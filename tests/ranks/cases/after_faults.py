@@ -11,7 +11,9 @@ import triton
 
 import tdx
 import tdx.language as tdl
+from tdx.kernels.matmul import Config
 from tdx.runtime.errors import PeerTimeout, TdxError
+from tests.helpers.blocks import copy_engines
 from tests.helpers.cases import isolated, limit, worlds
 
 TIMEOUT_S = 0.4
@@ -66,6 +68,7 @@ def _late_rank(world, plan, more, later):
     given = [world.array(np.full(SHAPE, value, np.float32)) for value in (1 + world.rank, 9)]
     more = [world.array(m) for m in more]
     signals = world.zeros(1, "int32")
+    patient_kernel[(1,)](world.array(np.ones(1, np.int32)), world.handle)  # compiled beforehand
     for _ in range(3):
         result = plan(given[0], *more)
         wanted = None if result is None else np.array(result.numpy())
@@ -84,3 +87,38 @@ def _late_rank(world, plan, more, later):
             plan(given[0], *more)
     with pytest.raises(PeerTimeout):
         world.synchronize()
+
+
+@isolated
+@worlds(2)
+@limit(30)
+@pytest.mark.parametrize("make", [tdx.AllGatherMatmul, tdx.MatmulReduceScatter])
+def case_copy_engines_send_no_signals(comm, backend, make):
+    """Their copies go out; but the late rank finds the signals of its last call taken back."""
+    world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
+    with copy_engines():
+        plan = make(world, SHAPE, (64, 16), "float32", config=Config(16, 16, 16))
+    x, y = world.zeros(SHAPE, "float32"), world.zeros((64, 16), "float32")
+    plan(x, y)
+    world.synchronize()
+    world.barrier()
+    signals = plan._gathering.progress if make is tdx.AllGatherMatmul else plan._shared[1]
+    of_rank_0, own = np.split(np.arange(signals.shape[0]), 2)
+    if world.rank == 0:
+        plan(x, y)
+        with pytest.raises(PeerTimeout):
+            world.synchronize()
+        comm.Barrier()
+    else:
+        comm.Barrier()
+        seen, end = np.ones(signals.shape, np.int32), time.monotonic() + 5
+        while (seen[of_rank_0] == 1).any() and time.monotonic() < end:
+            world.driver.read(seen.ctypes.data, signals._address, seen.nbytes)
+        assert (seen[of_rank_0] < -(1 << 29)).all(), seen
+        assert (seen[own] == 1).all(), seen
+        with contextlib.suppress(TdxError):
+            plan(x, y)
+        with pytest.raises(TdxError):
+            world.synchronize()
+    with contextlib.suppress(TdxError):
+        world.close()

@@ -12,7 +12,7 @@ import tdx
 from tdx.kernels.all_gather_matmul import ALGORITHMS
 from tdx.kernels.matmul import ACTIVATIONS, Config
 from tdx.runtime.errors import DtypeError, InvalidArgument
-from tests.helpers.blocks import many_blocks
+from tests.helpers.blocks import copy_engines, many_blocks
 from tests.helpers.cases import limit, worlds
 from tests.helpers.reference import (
     activated,
@@ -127,14 +127,17 @@ def case_leading_axes_and_empty(world, algorithm):
 
 
 @worlds(2, 3)
+@pytest.mark.parametrize("engines", [False, True])
 @pytest.mark.parametrize("chunks", [None, 1, 2, 5])
-def case_chunks_and_repetition(world, chunks):
+def case_chunks_and_repetition(world, chunks, engines):
     """Many calls without the host, each with other inputs; then in a graph. The same bits."""
     m, k, n = 37, 20, 24
     algorithm = "unfused" if chunks is None else "fused"
-    plan = tdx.AllGatherMatmul(
-        world, (m, k), (k, n), "float32", chunks_per_rank=chunks, algorithm=algorithm, config=SMALL
-    )
+    with copy_engines(engines):
+        plan = tdx.AllGatherMatmul(
+            world, (m, k), (k, n), "float32", chunks_per_rank=chunks, algorithm=algorithm,
+            config=SMALL,
+        )  # fmt: skip
     b = values(3, (k, n), "float32")
     y = world.array(b, symmetric=False)
     xs = [world.array(values(world.rank, (m, k), "float32", i), symmetric=False) for i in range(12)]
@@ -192,12 +195,14 @@ def case_gathered_rows_come_after_a_call_on_another_stream(world, algorithm):
 
 
 @worlds(2, 4)
-def case_overlap_with_a_late_sender(world):
+@pytest.mark.parametrize("engines", [False, True])
+def case_overlap_with_a_late_sender(world, engines):
     """One rank enters late: by then all tiles that do not need its data are finished."""
     m, k, n = 96, 16, 64
-    plan = tdx.AllGatherMatmul(
-        world, (m, k), (k, n), "float32", trace=True, config=SMALL, chunks_per_rank=1
-    )
+    with copy_engines(engines):
+        plan = tdx.AllGatherMatmul(
+            world, (m, k), (k, n), "float32", trace=True, config=SMALL, chunks_per_rank=1
+        )
     x = world.array(values(world.rank, (m, k), "float32"), symmetric=False)
     y = world.array(values(5, (k, n), "float32"), symmetric=False)
     late = world.size - 1

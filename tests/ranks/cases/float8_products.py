@@ -10,6 +10,7 @@ from tdx.kernels.all_gather_matmul import ALGORITHMS as GATHERS
 from tdx.kernels.matmul import Config
 from tdx.kernels.matmul_all_reduce import ALGORITHMS
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
+from tests.helpers.blocks import copy_engines
 from tests.helpers.cases import isolated, limit, worlds
 from tests.helpers.reference import activated, assert_same_bits, poisoned, product, values
 
@@ -165,13 +166,16 @@ def _plans(world):
 
 
 @worlds(2, 3)
-def case_repetition_and_graphs(world):
+@pytest.mark.parametrize("engines", [False, True])
+def case_repetition_and_graphs(world, engines):
     """Many calls without the host, each with other inputs and scales; then in a graph."""
     m, k, n = 12 * world.size, 40, 24
     given = [operands(world.rank, m, k, n, salt=i) for i in range(8)]
     loaded = [[world.array(v, symmetric=False) for v in each] for each in given]
     held = [world.empty(v.shape, v.dtype, symmetric=False) for v in loaded[0]]
-    for plan in _plans(world):
+    with copy_engines(engines):
+        plans = _plans(world)
+    for plan in plans[:1] if engines else plans:
         shape = plan.out_shape if hasattr(plan, "out_shape") else plan.out_shapes[0]
         outs = [world.empty(shape, "bfloat16", symmetric=False) for _ in given]
         for (x, y, left, right), out in zip(loaded, outs, strict=True):

@@ -212,14 +212,18 @@ def case_evicted_plans_lend_their_streams_on(world):
     world.barrier()
 
 
-@worlds(1)
+@worlds(2)
 def case_two_plans_have_two_streams(world):
     """A stream is lent to one plan at a time, and to the next when that is dropped."""
     first, second = (PLANS_OF[3](world).gathering for _ in range(2))
-    assert first._side is not second._side
-    lent = second._side
+    assert _streams(first)[0] is not _streams(second)[0]
+    lent = _streams(second)[0]
     del second
-    assert PLANS_OF[3](world).gathering._side is lent
+    assert _streams(PLANS_OF[3](world).gathering)[0] is lent
+
+
+def _streams(gathering):
+    return gathering._pushing._beside.streams
 
 
 @isolated

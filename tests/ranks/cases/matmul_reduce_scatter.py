@@ -8,7 +8,7 @@ import pytest
 import tdx
 from tdx.kernels.matmul import ACTIVATIONS, Config
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
-from tests.helpers.blocks import many_blocks
+from tests.helpers.blocks import copy_engines, many_blocks
 from tests.helpers.cases import worlds
 from tests.helpers.reference import (
     activated,
@@ -148,11 +148,13 @@ def case_leading_axes_and_empty(world):
 
 
 @worlds(2, 3)
+@pytest.mark.parametrize("engines", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def case_repetition_and_graphs(world, dtype):
+def case_repetition_and_graphs(world, dtype, engines):
     """Many calls without the host, each with other inputs; then in a graph. The same bits."""
     m, k, n = 21, 20, 24
-    plan = tdx.MatmulReduceScatter(world, (m * world.size, k), (k, n), dtype, config=SMALL)
+    with copy_engines(engines):
+        plan = tdx.MatmulReduceScatter(world, (m * world.size, k), (k, n), dtype, config=SMALL)
     given = [operands(world.rank, m * world.size, k, n, dtype, i) for i in range(12)]
     loaded = [[world.array(v, symmetric=False) for v in pair] for pair in given]
     outs = [world.empty((m, n), dtype, symmetric=False) for _ in given]
@@ -172,6 +174,26 @@ def case_repetition_and_graphs(world, dtype):
         assert_same_bits(result.numpy(), out.numpy(), i)
         if i % 3 == 0:
             assert_same_bits(plan(x, y).numpy(), out.numpy(), i)
+
+
+@worlds(2, 4)
+def case_copy_engines_give_the_same_bits(world):
+    """Also of ranks with nothing to add, with a bias, and of ragged tiles."""
+    for m, k, n in SHAPES[2:]:
+        k = 0 if world.rank == 1 else k
+        a, b = operands(world.rank, m * world.size, k, n, "bfloat16")
+        x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
+        bias = world.array(values(8, n, "bfloat16"), symmetric=False)
+        results = []
+        for engines in (False, True):
+            with copy_engines(engines):
+                plan = tdx.MatmulReduceScatter(
+                    world, a.shape, b.shape, "bfloat16", config=Config(16, 32, 32, num_warps=4),
+                    bias=True, activation="silu", partial_dtype="float32",
+                )  # fmt: skip
+            assert (plan._push is not None) == (engines and not plan._together)
+            results.append(plan(x, y, bias=bias).numpy())
+        assert_same_bits(*results)
 
 
 @worlds(2)

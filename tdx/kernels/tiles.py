@@ -1,0 +1,103 @@
+"""Tiles of products: what a user may pin, and what is chosen for a product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tdx.kernels.select import constants, power_of_two, shared_bytes
+from tdx.runtime.errors import InvalidArgument
+
+__all__ = ["FLOAT8_DEPTH", "Config", "choose_tile"]
+
+FLOAT8_DEPTH = 32  # least depth of a tile of float8: what tensor cores take at a time
+_STAGE_BYTES = 24 << 10  # of a and b together: less of it in flight does not fill the pipeline
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a matmul runs; pins the bits of its result.
+
+    Attributes
+    ----------
+    block_m, block_n, block_k : int
+        Rows, columns and depth of a tile, powers of two >= 16; of float8 a depth >= 32.
+    group_m : int
+        Rows of tiles that are walked through together.
+    num_warps, num_stages : int
+        Warps of a block, and depth of the load pipeline.
+    descriptors : bool, optional
+        Whether a and b are read through tensor descriptors (TMA). None: where the GPU has them
+        (sm_90 and later) and the operands allow it. True, and they do not: Unsupported says why.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    descriptors: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n", "block_k"):
+            value = getattr(self, name)
+            if value < 16 or value != power_of_two(value):
+                raise InvalidArgument(f"{name}={value} must be a power of two >= 16")
+        if self.num_warps < 1 or self.num_warps != power_of_two(self.num_warps):
+            raise InvalidArgument(f"num_warps={self.num_warps} must be a power of two")
+        if self.group_m < 1 or self.num_stages < 1:
+            raise InvalidArgument(
+                f"group_m={self.group_m} and num_stages={self.num_stages} must be >= 1"
+            )
+
+
+def choose_tile(
+    backend: str, arch: str, m: int, n: int, k: int, itemsize: int, described: bool = False,
+    blocks: int = 1, parts: int = 1,
+) -> Config:  # fmt: skip
+    """The tile of `parts` products (m, k) . (k, n), no larger than they ask for.
+
+    `described`: tensor descriptors fill it; `blocks`: how many run at once. Of the widths that fit,
+    the one for which `blocks` blocks take least time, tile after tile.
+    """
+    limits = constants(backend)
+    rows, columns, depth_bytes = limits.tile
+    ragged = bool(k % 16 or n % 16)
+    if backend != "host":
+        if itemsize == 4:  # IEEE float32 has no tensor cores: its operands need registers
+            columns //= 2
+        elif itemsize == 1 and backend == "hip":  # gfx942 converts float8, in registers
+            depth_bytes //= 2
+        if itemsize < 4 and ragged:  # single elements are loaded, each with its own mask
+            rows, columns, depth_bytes = rows // 2, columns // 2, depth_bytes // 2
+        elif described and itemsize == 2:  # the partial sums of float8 need more registers
+            columns = limits.described_columns
+    least = FLOAT8_DEPTH if itemsize == 1 else 16
+    height = max(16, min(rows, power_of_two(m)))
+    depth = max(least, min(depth_bytes // itemsize, power_of_two(k)))
+    width = max(16, min(columns, power_of_two(n)))
+    if backend == "host":
+        return Config(height, width, depth, num_stages=limits.stages)
+    count = parts * -(-m // height)
+    width = _width(width, n, count, blocks, limits.tile_times)
+    if itemsize == 4 or ragged:  # registers are what they lack
+        return Config(height, width, depth, num_stages=min(3, limits.stages))
+    # few rows: as much on its way at a time as there is of large tiles
+    while 2 * (height + width) * depth * itemsize <= _STAGE_BYTES and depth < k:
+        depth *= 2
+    stages = (shared_bytes(arch) - 2048) // ((height + width) * depth * itemsize)
+    return Config(
+        height, width, depth,
+        num_warps=8 if height * width > 128 * 64 else 4,
+        num_stages=max(2, min(limits.stages, stages)),
+    )  # fmt: skip
+
+
+def _width(most: int, n: int, count: int, blocks: int, times: Mapping[int, float]) -> int:
+    """The best of the widths up to `most`, of products with `count` rows of tiles."""
+
+    def cost(width: int) -> tuple[float, int]:
+        return -(-count * -(-n // width) // blocks) * times[width], -width
+
+    return min((width for width in times if width <= most), key=cost, default=most)
