@@ -51,7 +51,7 @@ from tdx.kernels.product import (
     given_operand,
     takes_options,
 )
-from tdx.kernels.select import constants, gather_chunks
+from tdx.kernels.select import constants, gather_chunks, power_of_two
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import InvalidArgument
@@ -178,13 +178,12 @@ class AllGatherMatmul(Plan):
             following = chunks_per_rank is not None or trace
             if algorithm == "unfused" and following:
                 raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
-            self._check()
+            self._check(chunks_per_rank)
             *lead, self._depth = self.shape_a
             self._rows, size = elements(lead), self.group.size
+            nbytes = self._rows * self._depth * self.dtype.itemsize
             if chunks_per_rank is None:
-                nbytes = self._rows * self._depth * self.dtype.itemsize
                 chunks_per_rank = gather_chunks(world.backend, nbytes)
-            self._check_chunks(chunks_per_rank)
             few = size > 1 and size * self._rows <= constants(world.backend).unfused_rows
             self.algorithm = algorithm or ("unfused" if few and not following else "fused")
             parts = 1 if self.algorithm == "unfused" else size
@@ -196,11 +195,13 @@ class AllGatherMatmul(Plan):
                 algorithm=self.algorithm,
             )  # fmt: skip
             if self.algorithm == "fused":  # what the rows of a chunk follow from
-                shared.update(chunks_per_rank=chunks_per_rank, block_m=self.config.block_m)
+                height = power_of_two(min(rows, constants(world.backend).tile[0]))
+                self._multiple = config.block_m if config else height
+                shared.update(chunks_per_rank=chunks_per_rank, multiple=self._multiple)
         with self.preparation():
             self._build(chunks_per_rank, buffer)
 
-    def _check(self) -> None:
+    def _check(self, chunks: int | None) -> None:
         if len(self.shape_a) < 2:
             raise InvalidArgument(f"a needs 2 or more axes (m, ..., K), got {self.shape_a}")
         for shape in self.shapes_b:
@@ -209,14 +210,9 @@ class AllGatherMatmul(Plan):
                     f"b of shape {shape} does not fit a of shape {self.shape_a}: "
                     f"expected ({self.shape_a[-1]}, N)"
                 )
-
-    def _check_chunks(self, chunks: int) -> None:
-        units = self.group.size * chunks
-        if chunks < 1 or units > tdl.MAX_WAIT_ANY:
-            raise InvalidArgument(
-                f"chunks_per_rank={chunks} must be >= 1 and give at most {tdl.MAX_WAIT_ANY} "
-                f"chunks in all, got {units}"
-            )
+        most = tdl.MAX_WAIT_ANY // self.group.size
+        if chunks is not None and not 1 <= chunks <= most:
+            raise InvalidArgument(f"chunks_per_rank={chunks} must be from 1 to {most}")
 
     def _build(self, chunks: int, buffer: bool) -> None:
         world, size, depth = self.world, self.group.size, self._depth
@@ -226,15 +222,16 @@ class AllGatherMatmul(Plan):
         if self.algorithm == "unfused":
             self._gathering = GatherFirst(self, shape, self.dtype, scaled)
         else:
-            block_m = self.config.block_m if chunks > 1 else 1  # no ragged tile at a chunk's end
-            self._gathering = Gathering(self, shape, self.dtype, chunks, block_m, scaled)
+            multiple = self._multiple if chunks > 1 else 1  # no ragged tile at a chunk's end
+            self._gathering = Gathering(self, shape, self.dtype, chunks, multiple, scaled)
         lead = (size * self.shape_a[0], *self.shape_a[1:-1])
         self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
-        self._traces = []
-        for _, n in self.shapes_b:
-            tiles = self._tiles(n) * size * self._gathering.chunks if self._traced else 0
-            self._traces.append(world.zeros((max(1, tiles),), "int32", symmetric=False))
+        units = size * self._gathering.chunks if self._traced else 0
+        self._traces = [
+            world.zeros((max(1, units * self._tiles(n)),), "int32", symmetric=False)
+            for _, n in self.shapes_b
+        ]
         self._kernels: dict[Any, Callable[..., None]] = {}
         for i, (_, n) in enumerate(self.shapes_b):
             if self.product.prepares(self.config, (size * self._rows, n, depth, depth, 1, n, 1)):
@@ -316,12 +313,13 @@ class AllGatherMatmul(Plan):
     def _bind_unfused(
         self, i: int, sizes: Sequence[int], steps: tuple[int, int], described: bool, bias: np.dtype
     ) -> Callable[..., None]:
-        world, product, gathering = self.world, self.product, self._gathering
+        world, product = self.world, self.product
         others = (product.out_dtype, bias, product.scale_dtype, product.scale_dtype)
-        group = self.group.handle
-        run = bind_matmul(world, product, self.config, sizes, steps, described, others, group)
-        gathered = operand(world, gathering.buffer, "gathered")
-        scales = operand(world, gathering.scales, "scales")
+        run = bind_matmul(
+            world, product, self.config, sizes, steps, described, others, self.group.handle
+        )
+        gathered = operand(world, self._gathering.buffer, "gathered")
+        scales = operand(world, self._gathering.scales, "scales")
         return lambda stream, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
 
     def gathered(self) -> Array:
@@ -334,9 +332,7 @@ class AllGatherMatmul(Plan):
 
         From counts that the kernel took on the device; needs trace=True and waits for the device.
         """
-        gathering = self._gathering
-        units = self.group.size * gathering.chunks
-        early = remote = 0
+        units, early, remote = self.group.size * self._gathering.chunks, 0, 0
         for trace in self._traces:
             counts = trace.numpy().reshape(self.group.size, -1)
             for source in range(self.group.size):

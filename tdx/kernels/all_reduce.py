@@ -134,11 +134,11 @@ def low_latency_kernel(
     WORDS: tl.constexpr = BLOCK // PER_WORD
     KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
     me = tdl.rank(world)
+    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
     stride = vectors * _VECTOR
     base = slots + (flag & 1).to(tl.int64) * RANKS * stride
     step = tl.num_programs(0) * BLOCK
-    sound = tdl.no_fault(world, uniform=False)
     for start in range(tl.program_id(0) * BLOCK, numel, step):
         offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         words = to_words(tl.load(x + offsets, mask=offsets < numel, other=0), PAIRS)

@@ -76,11 +76,11 @@ def low_latency_kernel(
     SPAN: tl.constexpr = 2 if WIDTH == 8 else 1
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
+    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
     slot = slots + (flag & 1).to(tl.int64) * vectors * _VECTOR
     read += tl.program_id(0) * ranks
     values = (count + PIECES - 1) // PIECES
-    sound = tdl.no_fault(world, uniform=False)
     if me == root:
         sound = sound & tdl.wait_all(read, ranks, world, flag - 2)
     for start in range(tl.program_id(0) * BLOCK, values, tl.num_programs(0) * BLOCK):

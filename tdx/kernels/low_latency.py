@@ -73,12 +73,12 @@ def low_latency_kernel(
     KIND: tl.constexpr = tl.int64 if WIDTH == 8 else tl.int32
     SPAN: tl.constexpr = 2 if WIDTH == 8 else 1  # words that a value takes
     me = tdl.rank(world)
+    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
     stride = vectors * _VECTOR
     base = slots + (flag & 1).to(tl.int64) * RANKS * stride
     values = (count + PIECES - 1) // PIECES
     step = tl.num_programs(0) * BLOCK
-    sound = tdl.no_fault(world, uniform=False)
     for start in range(tl.program_id(0) * BLOCK, values, step):
         at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
         mask = at < values

@@ -85,8 +85,8 @@ def fused_kernel(
     stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
     TILE: tl.constexpr = BM * BN
     me = tdl.rank(world)
-    number = tdl.epoch(channel)
     sound = tdl.no_fault(world, uniform=False)
+    number = tdl.epoch(channel)
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
     tiles = tiles_m * tiles_n

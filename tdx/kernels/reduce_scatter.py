@@ -131,11 +131,11 @@ def low_latency_kernel(
     """
     shard = tl.cast(units, tl.int64) * UNIT
     stride = tl.cast(slot_vectors, tl.int64) * _VECTOR
+    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
     slot = words + (flag & 1) * RANKS * stride
     first = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK
-    sound = tdl.no_fault(world, uniform=False)
     for start in range(first, shard, step):
         push_words(
             x, slot, stride, flag, world, RANKS * shard, shard, start, sound, RANKS, PAIRS, BLOCK

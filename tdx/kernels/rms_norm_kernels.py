@@ -119,11 +119,11 @@ def low_latency_kernel(
     KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
     WORDS: tl.constexpr = BLOCK // 2 if PAIRS else BLOCK
     me = tdl.rank(world)
+    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
     row_words = tl.cast(row_vectors, tl.int64) * _VECTOR
     stride = rows * row_words
     slot = slots + (flag & 1) * RANKS * stride
-    sound = tdl.no_fault(world, uniform=False)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         for piece in range(PIECES):
             at = piece * BLOCK + tl.arange(0, BLOCK)

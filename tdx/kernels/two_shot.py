@@ -212,12 +212,12 @@ def low_latency_two_shot_kernel(
     shard = tl.cast(shard_vectors, tl.int64) * _VECTOR
     in_words = shard // 2 if PAIRS else shard
     out_words = shard // PER_WORD
+    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
     parts = words + (flag & 1) * RANKS * (in_words + out_words)
     results = parts + RANKS * in_words
     first = tl.program_id(0) * BLOCK
     step = tl.num_programs(0) * BLOCK
-    sound = tdl.no_fault(world, uniform=False)
     for start in range(first, shard, step):
         push_words(x, parts, in_words, flag, world, numel, shard, start, sound, RANKS, PAIRS, BLOCK)
     for start in range(first, shard, step):

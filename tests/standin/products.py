@@ -113,9 +113,10 @@ def products_of_ranks_that_differ(rank: Rank) -> None:
 
     world = rank.init()
     own = rank.rank
-    for m in (16, 100):
+    for m in (16, 100, 4096):
         n = 1000 if own else 1024
-        tdx.AllGatherMatmul(world, (m, 256), (256, n), "bfloat16")
+        plan = tdx.AllGatherMatmul(world, (m, 256), (256, n), "bfloat16")
+    assert (plan.algorithm, plan.config.block_m) == ("fused", 64 if own else 128)
     for k in (0, 64 * own + 64):
         for kind in (tdx.MatmulReduceScatter, tdx.MatmulAllReduce):
             kind(world, (2048, k * own), (k * own, 4096), "bfloat16")

@@ -72,6 +72,7 @@ class CudaDriver(CudaMemory):
             attempt(self.stream_destroy, stream)
         attempt(self._return_late, True)
         self._closed = True
+        self._leave()
         attempt(self._last_gone)
         if failures:
             raise failures[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,8 @@ def _failure(what: str, code: Any) -> TdxError:
 
 
 _kept: set[str] = set()  # GPUs whose primary context outlives the world
+_open: Counter[int] = Counter()  # open drivers of each context
+_before: dict[int, Any] = {}  # what was current when the first of them was opened
 _forks: list[int] = []  # one for each fork between the process that was started and this one
 os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
 
@@ -113,8 +116,12 @@ class CudaDevice:
             f"opening the context of GPU {index}", cu.cuDevicePrimaryCtxRetain, self._device
         )
         self._teardown.add(call, "closing the context", cu.cuDevicePrimaryCtxRelease, self._device)
+        if int(before) != int(self._context):
+            _before.setdefault(int(self._context), before)
+        _open[int(self._context)] += 1
+        self._holds = True
+        self._teardown.add(self._unbind)
         self.bind_thread()
-        self._teardown.add(self._unbind, before)
 
     def bind_thread(self) -> None:
         """Make the GPU current in the calling thread."""
@@ -126,10 +133,18 @@ class CudaDevice:
             _kept.add(self.info.identity)
             call("keeping the context", cu.cuDevicePrimaryCtxRetain, self._device)
 
-    def _unbind(self, before: Any) -> None:
-        """Leave the calling thread with the context it had when the driver was opened."""
-        current = call("asking for the context", cu.cuCtxGetCurrent)
-        if int(current) == int(self._context):
+    def _leave(self) -> None:
+        """This driver is no reason any more to keep the context current."""
+        _open[int(self._context)] -= self._holds
+        self._holds = False
+
+    def _unbind(self) -> None:
+        """Leave the thread with the context of before, unless another world uses this one."""
+        self._leave()
+        if _open[int(self._context)]:
+            return
+        before = _before.pop(int(self._context), self._context)
+        if int(call("asking for the context", cu.cuCtxGetCurrent)) == int(self._context):
             with contextlib.suppress(TdxError):  # that one may be gone
                 call("leaving the context", cu.cuCtxSetCurrent, before)
 

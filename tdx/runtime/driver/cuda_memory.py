@@ -295,8 +295,11 @@ class CudaMemory(CudaDevice):
     def _last_gone(self) -> None:
         """After `close`, the last memory that somebody still held takes the context with it."""
         if self._closed and not (self._allocated or self._reserved):
+            current = call("asking for the context", cu.cuCtxGetCurrent)
             self.bind_thread()
             failures = self._teardown.rollback()
+            if int(current) != int(self._context):  # in a thread, or a world, of something else
+                call("using the context", cu.cuCtxSetCurrent, current)
             if failures:
                 raise failures[0]
 

@@ -97,7 +97,7 @@ def case_copy_engines_send_no_signals(comm, backend, make):
     """Their copies go out; but the late rank finds the signals of its last call taken back."""
     world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
     with copy_engines():
-        plan = make(world, SHAPE, (64, 16), "float32", config=Config(16, 16, 16))
+        plan = make(world, SHAPE, (64, 16), "float32", algorithm="fused", config=Config(16, 16, 16))
     x, y = world.zeros(SHAPE, "float32"), world.zeros((64, 16), "float32")
     plan(x, y)
     world.synchronize()
