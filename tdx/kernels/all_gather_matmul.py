@@ -72,7 +72,7 @@ def consume_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, TRACE: tl.constexpr,
+    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, TRACE: tl.constexpr, ENGINES: tl.constexpr,
 ):  # fmt: skip
     """Each block takes its share of every chunk's tiles, chunks in order of arrival."""
     columns = known(columns, EVEN)
@@ -112,6 +112,8 @@ def consume_kernel(
             if TRACE:
                 at = (unit * tl.cdiv(chunk_rows, BM) + row) * tiles_n + col
                 tl.store(trace + at, arrived)
+    if ENGINES:  # see copy_push.py
+        tdl.wait_all(progress, units, world, number, first_peer=-units)
 
 
 @triton.jit
@@ -181,8 +183,8 @@ class AllGatherMatmul(Plan):
             self._check(chunks_per_rank)
             *lead, self._depth = self.shape_a
             self._rows, size = elements(lead), self.group.size
-            nbytes = self._rows * self._depth * self.dtype.itemsize
             if chunks_per_rank is None:
+                nbytes = self._rows * self._depth * self.dtype.itemsize
                 chunks_per_rank = gather_chunks(world.backend, nbytes)
             few = size > 1 and size * self._rows <= constants(world.backend).unfused_rows
             self.algorithm = algorithm or ("unfused" if few and not following else "fused")
@@ -195,8 +197,8 @@ class AllGatherMatmul(Plan):
                 algorithm=self.algorithm,
             )  # fmt: skip
             if self.algorithm == "fused":  # what the rows of a chunk follow from
-                height = power_of_two(min(rows, constants(world.backend).tile[0]))
-                self._multiple = config.block_m if config else height
+                usual = power_of_two(min(rows, constants(world.backend).tile[0]))
+                self._multiple = config.block_m if config else usual
                 shared.update(chunks_per_rank=chunks_per_rank, multiple=self._multiple)
         with self.preparation():
             self._build(chunks_per_rank, buffer)
@@ -223,9 +225,10 @@ class AllGatherMatmul(Plan):
             self._gathering = GatherFirst(self, shape, self.dtype, scaled)
         else:
             multiple = self._multiple if chunks > 1 else 1  # no ragged tile at a chunk's end
-            self._gathering = Gathering(self, shape, self.dtype, chunks, multiple, scaled)
-        lead = (size * self.shape_a[0], *self.shape_a[1:-1])
-        self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
+            self._gathering = Gathering(self, shape, self.dtype, chunks, multiple, scaled, True)
+        self.out_shapes = [
+            (size * self.shape_a[0], *self.shape_a[1:-1], n) for _, n in self.shapes_b
+        ]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
         units = size * self._gathering.chunks if self._traced else 0
         self._traces = [
@@ -306,7 +309,8 @@ class AllGatherMatmul(Plan):
             (b, product.out_dtype, bias, product.scale_dtype),
             gathered, gathering.scales, gathering.progress, gathering.epoch,
             self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
-            gathering.chunks, *strides[2:], TRACE=self._traced, **product.constants,
+            gathering.chunks, *strides[2:], TRACE=self._traced,
+            ENGINES=gathering.engines, **product.constants,
             **product.product_constants(self.config, sizes, steps, described),
         )  # fmt: skip
 

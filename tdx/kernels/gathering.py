@@ -3,8 +3,9 @@
 A consumer starts when all of a GatherFirst is there. It follows a Gathering chunk by chunk: each
 rank pushes its part in chunks into every peer's gathered buffer, beside the consumer, and sets a
 signal there after each chunk. A rank that enters a call gives every peer credit to write into its
-buffer, so only pushes to a late rank are late. Large chunks are pushed by copy engines, see
-copy_push.py; small ones by a kernel of a few blocks, whose multiprocessors the consumer lacks.
+buffer, so only pushes to a late rank are late. Large chunks are pushed by copy engines, if the
+consumer can tell whether they came too early (see copy_push.py); others by a kernel of a few
+blocks, whose multiprocessors the consumer lacks.
 
 A chunk's scales are stored behind its rows and before its signal: who has seen the signal may
 read both.
@@ -84,15 +85,20 @@ class Gathering:
         (1,) int32: the number of the current call, on the device.
     chunk_rows : int
         Rows of a chunk along the first axis of `shape`; the last chunk may be shorter.
+    engines : bool
+        Whether copy engines push.
     blocks : int
         Multiprocessors that the consumer leaves to the kernels that push.
     """
 
     def __init__(
         self, plan: Plan, shape: tuple[int, ...], dtype: np.dtype, chunks: int, multiple: int = 1,
-        scaled: bool = False,
+        scaled: bool = False, engines: bool = False,
     ):  # fmt: skip
-        """About `chunks` chunks, of rows that are a multiple of `multiple`."""
+        """About `chunks` chunks, of rows that are a multiple of `multiple`.
+
+        `engines`: copy engines may push, since the consumer looks at all signals at its end again.
+        """
         rows = shape[0]
         self.chunk_rows = max(1, -(-rows // (chunks * multiple))) * multiple
         self.chunks = max(1, -(-rows // self.chunk_rows))
@@ -111,7 +117,11 @@ class Gathering:
         self._spread = _spread_kernels(plan, self.scales, rows) if scaled else []
         row_bytes = elements(shape[1:]) * dtype.itemsize
         self._pushing: CopyPush | _KernelPush
-        if size > 1 and self.chunk_rows * row_bytes >= constants(plan.world.backend).engine_bytes:
+        chunk_bytes = min(self.chunk_rows, rows) * row_bytes
+        self.engines = (
+            engines and size > 1 and chunk_bytes >= constants(plan.world.backend).engine_bytes
+        )
+        if self.engines:
             pieces = self._pieces(rows, row_bytes, scaled)
             self._pushing = CopyPush(plan, signals, self.chunks, pieces)
         else:

@@ -83,7 +83,7 @@ def produce_kernel(
     A_STEP: tl.constexpr, B_STEP: tl.constexpr, EVEN: tl.constexpr, DESCRIBED: tl.constexpr,
     TOGETHER: tl.constexpr, ENGINES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of all owners' `rows` rows, the next rank's first, and push them.
+    """Compute the tiles of all owners' `rows` rows, the next rank's first, and send them.
 
     TOGETHER: a tile has the rows of all owners. ENGINES: peers' tiles stay in `outgoing`, and are
     counted in `finished`.
@@ -172,6 +172,8 @@ def reduce_kernel(
         store_tile(
             c, total, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION
         )
+    if ENGINES:  # see copy_push.py
+        tdl.wait_all(signals, ranks, world, number)
 
 
 class MatmulReduceScatter(ReducedProduct):

@@ -26,8 +26,9 @@ class ReducedProduct(Plan):
     world : World
     shape_a, shape_b : tuple
         (..., K_local) and (K_local, N) of this rank, any extents. All but K_local are the same on
-        every rank. (Ranks must make plans together: with the one-line function, all change their
-        shapes in the same call.)
+        every rank; without `config` K_local is a multiple of 16 on all of them, or on none. (Ranks
+        must make plans together: with the one-line function, all change their shapes in the same
+        call.)
     dtype
         float16, bfloat16, float32 or float8_e4m3fn.
     partial_dtype : {None, "float32"}

@@ -83,9 +83,9 @@ def choose_tile(
     width = _width(width, n, count, blocks, limits.tile_times)
     if itemsize == 4 or ragged:  # registers are what they lack
         return Config(height, width, depth, num_stages=min(3, limits.stages))
-    # few rows: as much on its way at a time as there is of large tiles
-    while 2 * (height + width) * depth * itemsize <= _STAGE_BYTES and depth < k:
-        depth *= 2
+    if backend == "cuda":  # few rows: as much on its way at a time as there is of large tiles
+        while 2 * (height + width) * depth * itemsize <= _STAGE_BYTES and depth < min(k, 256):
+            depth *= 2
     stages = (shared_bytes(arch) - 2048) // ((height + width) * depth * itemsize)
     return Config(
         height, width, depth,

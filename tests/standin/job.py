@@ -11,6 +11,7 @@ import sys
 import traceback
 
 from tests.standin import (  # noqa: F401  # declare their scenarios
+    contexts,
     exchange,
     failures,
     products,

@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.cases import skip
 from tests.helpers.commands import tdx_environment
 from tests.standin import (  # noqa: F401  # declare their scenarios
+    contexts,
     exchange,
     failures,
     products,

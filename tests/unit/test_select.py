@@ -152,6 +152,14 @@ def test_tiles_that_were_best_on_an_h200(m, n, k, tile):
     )
 
 
+@pytest.mark.parametrize("m", [1, 16, 64, 4096])
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_tiles_can_be_described(m, itemsize):
+    """Tensor descriptors take sides of up to 256."""
+    tile = choose_tile("cuda", "sm_90", m, 4096, 8192, itemsize, True, 132)
+    assert max(tile.block_m, tile.block_n, tile.block_k) <= 256
+
+
 def test_parts_are_tiled_as_one_product():
     def width(m, parts):
         return choose_tile("cuda", "sm_90", m, 4096, 4096, 2, True, 132, parts).block_n

@@ -11,7 +11,7 @@ import contextlib
 import glob
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tdx.runtime.driver.base import DeviceInfo
@@ -116,8 +116,8 @@ class CudaDevice:
             f"opening the context of GPU {index}", cu.cuDevicePrimaryCtxRetain, self._device
         )
         self._teardown.add(call, "closing the context", cu.cuDevicePrimaryCtxRelease, self._device)
-        if int(before) != int(self._context):
-            _before.setdefault(int(self._context), before)
+        if int(before) != int(self._context) and not _open[int(self._context)]:
+            _before[int(self._context)] = before
         _open[int(self._context)] += 1
         self._holds = True
         self._teardown.add(self._unbind)
@@ -137,6 +137,20 @@ class CudaDevice:
         """This driver is no reason any more to keep the context current."""
         _open[int(self._context)] -= self._holds
         self._holds = False
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[None]:
+        """The thread may use this context here, and has afterwards what it had if that is another.
+
+        For memory that is dropped when the world is closed, which may be anywhere.
+        """
+        current = call("asking for the context", cu.cuCtxGetCurrent)
+        try:
+            yield
+        finally:
+            if int(current) != int(self._context):
+                with contextlib.suppress(TdxError):  # that one may be gone
+                    call("leaving the context", cu.cuCtxSetCurrent, current)
 
     def _unbind(self) -> None:
         """Leave the thread with the context of before, unless another world uses this one."""

@@ -146,10 +146,11 @@ class CudaMemory(CudaDevice):
         if self._forked():
             return
         self._reserved.discard(address)
-        try:
-            call("giving addresses back", cu.cuMemAddressFree, address, nbytes)
-        finally:
-            self._last_gone()
+        with self._borrowed():
+            try:
+                call("giving addresses back", cu.cuMemAddressFree, address, nbytes)
+            finally:
+                self._last_gone()
 
     def mem_map(self, address: int, nbytes: int, handle: int) -> None:
         call("mapping memory", cu.cuMemMap, address, nbytes, 0, handle, 0)
@@ -243,10 +244,13 @@ class CudaMemory(CudaDevice):
             return
         if others and not self._closed:
             stream = self._following(stream, others)
-        if not self._try_free(address, stream, self._closed):
-            self._late.append((address, stream))
         if self._closed:
-            self._last_gone()
+            with self._borrowed():
+                if not self._try_free(address, stream, True):
+                    self._late.append((address, stream))
+                self._last_gone()
+        elif not self._try_free(address, stream, False):
+            self._late.append((address, stream))
 
     def _try_free(self, address: int, stream: int, idle: bool) -> bool:
         """Give memory back if it can be now; `idle`: no stream of the device has work."""
@@ -295,11 +299,8 @@ class CudaMemory(CudaDevice):
     def _last_gone(self) -> None:
         """After `close`, the last memory that somebody still held takes the context with it."""
         if self._closed and not (self._allocated or self._reserved):
-            current = call("asking for the context", cu.cuCtxGetCurrent)
             self.bind_thread()
             failures = self._teardown.rollback()
-            if int(current) != int(self._context):  # in a thread, or a world, of something else
-                call("using the context", cu.cuCtxSetCurrent, current)
             if failures:
                 raise failures[0]
 

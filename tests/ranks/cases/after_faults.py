@@ -122,3 +122,34 @@ def case_copy_engines_send_no_signals(comm, backend, make):
             world.synchronize()
     with contextlib.suppress(TdxError):
         world.close()
+
+
+@isolated
+@worlds(2)
+@limit(60)
+def case_a_kernel_under_which_copies_went_has_a_fault(comm, backend):
+    """A rank with a fault waits for no credit; whose rows are overwritten meanwhile learns it."""
+    if backend != "host":
+        return  # where a product takes seconds
+    world = tdx.init(comm, backend=backend, timeout_s=4)
+    columns = 16 if world.rank == 0 else 768
+    with copy_engines():
+        plan = tdx.AllGatherMatmul(
+            world, (64, 64), (64, columns), "float32", algorithm="fused", config=Config(16, 16, 16)
+        )
+    given = [world.array(np.full((64, 64), value, np.float32)) for value in (1, 9)]
+    b = world.array(np.ones((64, columns), np.float32), symmetric=False)
+    world.barrier()
+    world.synchronize()
+    plan(given[0], b)
+    if world.rank == 0:
+        plan(given[1], b)
+        time.sleep(0.5)
+        world.faults.halt()
+        comm.Barrier()
+    else:
+        with pytest.raises(PeerTimeout, match="rank 0: all_gather_matmul"):
+            world.synchronize()
+        comm.Barrier()
+    with contextlib.suppress(TdxError):
+        world.close()

@@ -12,7 +12,7 @@ import triton.language as tl
 import tdx
 import tdx.language as tdl
 from tdx.runtime.errors import InvalidArgument
-from tests.helpers.blocks import copy_engines, many_blocks
+from tests.helpers.blocks import many_blocks
 from tests.helpers.cases import worlds
 from tests.helpers.reference import assert_same_bits, poisoned, values
 
@@ -125,12 +125,11 @@ def copy_in_order_kernel(
 
 
 @worlds(1, 2, 3, 4)
-@pytest.mark.parametrize("engines", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def case_progress(world, dtype, engines):
+def case_progress(world, dtype):
     """A consumer kernel on the same stream gets every call's data, chunk by chunk."""
     for shape, chunks in [((8, 5), 1), ((8, 5), 4), ((7, 3), 3), ((1, 1), 2), ((5, 33), 8)]:
-        with many_blocks(), copy_engines(engines):
+        with many_blocks():
             plan = tdx.AllGather(world, shape, dtype, progress=True, chunks_per_rank=chunks)
         whole = (world.size * shape[0], shape[1])
         outs = [world.array(poisoned(whole, dtype), symmetric=False) for _ in range(6)]
@@ -146,11 +145,9 @@ def case_progress(world, dtype, engines):
 
 
 @worlds(2, 3)
-@pytest.mark.parametrize("engines", [False, True])
-def case_progress_in_a_graph(world, engines):
+def case_progress_in_a_graph(world):
     shape = (6, 4)
-    with copy_engines(engines):
-        plan = tdx.AllGather(world, shape, "float32", progress=True, chunks_per_rank=2)
+    plan = tdx.AllGather(world, shape, "float32", progress=True, chunks_per_rank=2)
     x = world.empty(shape, "float32", symmetric=False)
     out = world.empty((6 * world.size, 4), "float32", symmetric=False)
     with tdx.graph(world) as graph:

@@ -1,0 +1,65 @@
+"""Scenarios of the context that is current in a thread."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+
+from tests.standin.ranks import Rank, scenario
+
+
+@scenario(1)
+def context_is_restored(rank: Rank) -> None:
+    """The thread has the context of before when the world is closed."""
+    from cuda.bindings import driver as cu
+
+    rank.check_works()
+    assert int(cu.cuCtxGetCurrent()[1]) == 0
+    context = cu.cuDevicePrimaryCtxRetain(1)[1]
+    cu.cuCtxSetCurrent(context)
+    world = rank.init()
+    assert int(cu.cuCtxGetCurrent()[1]) != int(context)
+    world.close()
+    assert int(cu.cuCtxGetCurrent()[1]) == int(context)
+    cu.cuCtxSetCurrent(0)
+    cu.cuDevicePrimaryCtxRelease(1)
+
+
+@scenario(1, 2)
+def memory_of_a_closed_world_is_dropped_in_the_next(rank: Rank) -> None:
+    """It takes nothing from the world that is open, and what was current comes back at the end."""
+    from cuda.bindings import driver as cu
+
+    rank.check_works()
+    other = cu.cuDevicePrimaryCtxRetain(3)[1]
+    for before in (0, int(other)):
+        cu.cuCtxSetCurrent(before)
+        world = rank.init()
+        x = world.zeros(10, np.float32, symmetric=False)
+        world.close()
+        world = rank.init()
+        own = int(cu.cuCtxGetCurrent()[1])
+        assert own not in (0, int(other))
+        del x
+        gc.collect()
+        assert int(cu.cuCtxGetCurrent()[1]) == own
+        y = world.zeros(10, np.float32, symmetric=False)
+        world.close()
+        del world, y
+        gc.collect()
+        assert int(cu.cuCtxGetCurrent()[1]) == before
+        # memory that outlives two worlds, and a program that turns to another GPU between them
+        world = rank.init()
+        x = world.zeros(10, np.float32, symmetric=False)
+        world.close()
+        cu.cuCtxSetCurrent(other)
+        world = rank.init()
+        world.close()
+        assert int(cu.cuCtxGetCurrent()[1]) == int(other)
+        cu.cuCtxSetCurrent(before)
+        del world, x
+        gc.collect()
+        assert int(cu.cuCtxGetCurrent()[1]) == before
+    cu.cuCtxSetCurrent(0)
+    cu.cuDevicePrimaryCtxRelease(3)
