@@ -9,9 +9,7 @@ fused    A kernel, for large parts copy engines, sends the own rows to every pee
          2 * M * N * K operations, time about
          max(operations / rate, (W - 1) * S / bandwidth) + the first own chunk.
 unfused  All rows are gathered, then multiplied: for few rows, whose product takes as long as it
-         takes to read B, which is read for every chunk when fused.
-
-Both gathers are in gathering.py.
+         takes to read B, which is read for every chunk when fused. gathering.py has both gathers.
 
 Several B (q, k, v; gate and up) share one gather. float8 rows travel with their scales. Bits for
 one Config do not depend on the order of arrival: a tile is one block's sum over K.
@@ -226,9 +224,8 @@ class AllGatherMatmul(Plan):
         else:
             multiple = self._multiple if chunks > 1 else 1  # no ragged tile at a chunk's end
             self._gathering = Gathering(self, shape, self.dtype, chunks, multiple, scaled, True)
-        self.out_shapes = [
-            (size * self.shape_a[0], *self.shape_a[1:-1], n) for _, n in self.shapes_b
-        ]
+        lead = (size * self.shape_a[0], *self.shape_a[1:-1])
+        self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
         units = size * self._gathering.chunks if self._traced else 0
         self._traces = [
