@@ -324,7 +324,7 @@ class AllGatherMatmul(Plan):
         return lambda stream, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
 
     def gathered(self) -> Array:
-        """The gathered a of the last call, (size * m, ..., K): valid until the next call."""
+        """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault."""
         shape = (self.group.size * self.shape_a[0], *self.shape_a[1:])
         return self._gathering.buffer.reshape(shape)
 
@@ -396,4 +396,5 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
             whole = plan.gathered()
             targets.append(call.target(None, whole.shape, plan.dtype))
             call.copy(whole, targets[-1])
+            plan._gathering.confirm(call.handle())
     return call.finish(targets[0] if len(targets) == 1 and single else tuple(targets))

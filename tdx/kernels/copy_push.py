@@ -26,7 +26,7 @@ from tdx.runtime.array import Array
 from tdx.runtime.stream import order
 from tdx.runtime.world import World
 
-__all__ = ["Beside", "CopyPush", "enter_kernel", "grant_kernel"]
+__all__ = ["Beside", "CopyPush", "confirm_kernel", "enter_kernel", "grant_kernel"]
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -62,6 +62,12 @@ def grant_kernel(progress, credit, epoch, world, finished, sent, peer, chunks, c
         for chunk in range(0, chunks):
             signal = tdl.symm_at(progress + me * chunks + chunk, peer, world)
             tl.atomic_xchg(signal, never, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["units"])
+def confirm_kernel(progress, epoch, world, units):
+    """Wait for all signals of this call once more, after something has read the data."""
+    tdl.wait_all(progress, units, world, tl.load(epoch), first_peer=-units)
 
 
 class Beside:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.copy_push import Beside, CopyPush, enter_kernel
+from tdx.kernels.copy_push import Beside, CopyPush, confirm_kernel, enter_kernel
 from tdx.kernels.copying import copy_share
 from tdx.kernels.low_latency import LowLatency
 from tdx.kernels.operand import Operand, byte_units, elements, operand
@@ -121,6 +121,10 @@ class Gathering:
         self.engines = (
             engines and size > 1 and chunk_bytes >= constants(plan.world.backend).engine_bytes
         )
+        units = size * self.chunks
+        self._confirm = plan.bind(
+            confirm_kernel, 1, (), self.progress, self.epoch, plan.group.handle, units, num_warps=1
+        )
         if self.engines:
             pieces = self._pieces(rows, row_bytes, scaled)
             self._pushing = CopyPush(plan, signals, self.chunks, pieces)
@@ -162,6 +166,11 @@ class Gathering:
             self._spread[step](stream, scale)
         self._enter(stream)
         self._pushing.start(stream)
+
+    def confirm(self, stream: int) -> None:
+        """After the last read of the buffer: that no peer with a fault has written there again."""
+        if self.engines:
+            self._confirm(stream)
 
 
 class _KernelPush:
@@ -235,6 +244,9 @@ class GatherFirst:
 
     def join(self, stream: int) -> None:
         """Nothing is left to wait for."""
+
+    def confirm(self, stream: int) -> None:
+        """Peers look for faults before they write."""
 
 
 def _spread_kernels(plan: Plan, scales: Array, rows: int) -> list[Callable[..., None]]:

@@ -233,6 +233,12 @@ CASES = {
         {**GATHERING, **dict.fromkeys(("finished", "sent"), "*i32"),
          **dict.fromkeys(("peer", "chunks", "count"), "i32")}, {}, {"num_warps": 1},
     ),
+    "confirm": (
+        "copy_push.confirm_kernel",
+        {"progress": "*i32", "epoch": "*i32", "world": "world", "units": "i32"},
+        {},
+        {"num_warps": 1},
+    ),
     "enter": ("copy_push.enter_kernel", {**GATHERING, "chunks": "i32"}, {}, {"num_warps": 1}),
     "barrier": (
         "barrier.barrier_kernel", {"channel": "channel", "world": "world"}, {}, {"num_warps": 1},

@@ -21,7 +21,8 @@ TAKEN = [
 ]
 WAITING = [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-scaled", "push-all",
-    "push-one", "root-words-i64", "broadcast-scatter", "barrier", "grant", "consume-bf16",
+    "push-one", "root-words-i64", "broadcast-scatter", "barrier", "grant", "confirm",
+    "consume-bf16",
     "consume-fp32", "reduce-bf16", "reduce-engines", "norm-one_shot", "norm-two_shot", "fused-bf16",
     "fused-one_shot-ragged",
 ]  # fmt: skip

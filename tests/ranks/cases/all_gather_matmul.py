@@ -158,6 +158,20 @@ def case_chunks_and_repetition(world, chunks, engines):
 
 
 @worlds(2, 3)
+def case_gathered_by_copy_engines(world):
+    x = world.array(values(world.rank, (33, 24), "float32"), symmetric=False)
+    b = values(7, (24, 18), "float32")
+    y = world.array(b, symmetric=False)
+    with copy_engines():
+        for _ in range(2):
+            result, gathered = tdx.all_gather_matmul(
+                x, y, return_gathered=True, algorithm="fused", config=SMALL
+            )
+            assert_same_bits(gathered.numpy(), whole_a(world, (33, 24), "float32"))
+            close(result, product(gathered.numpy(), b), 24, "float32")
+
+
+@worlds(2, 3)
 def case_many_blocks(world):
     m, k, n = 130, 24, 70
     with many_blocks():
