@@ -183,6 +183,7 @@ class _KernelPush:
         most = constants(plan.world.backend).push_blocks // max(1, size - 1)
         self.blocks = (size - 1) * max(1, min(to.chunks, most))
         self._world, self._buffer = plan.world, to.buffer
+        self._blocks = [array._block for array in (to.buffer, to.scales, *signals[:3])]
         self._beside = Beside(plan.world, min(1, size - 1))
         self.join = self._beside.join
         nbytes = rows * row_bytes
@@ -200,6 +201,9 @@ class _KernelPush:
         """Queue it, behind what is queued on `stream` now."""
         self._beside.fork(stream)
         for side in self._beside.streams:
+            for block in self._blocks:  # the plan may be dropped before it is joined
+                if side.handle not in block.last:
+                    block.last.append(side.handle)
             self._push(side.handle, operand(self._world, self._buffer, "buffer"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
 import warnings
@@ -290,6 +291,24 @@ class CupyArray:
 
     def __dlpack__(self, **_: Any) -> Any:
         raise AssertionError("it is described by its attributes")
+
+
+@scenario(2)
+def a_gather_is_dropped_before_it_was_joined(rank: Rank) -> None:
+    """Its memory goes back behind what its own stream still does."""
+    import tdx
+
+    with rank.leaves_modules():
+        world = rank.init()
+        plan = tdx.AllGather(world, (8, 4), "float32", progress=True)
+        x = world.zeros((8, 4), "float32", symmetric=False)
+        plan(x)
+        rank.fake.heal()
+        del plan
+        gc.collect()
+        assert rank.fake.calls()["cuStreamWaitEvent"] >= 1
+        world.close()
+        del x
 
 
 @scenario(1)
