@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tdx.interop import owner_of
-from tdx.kernels.operand import Operand, enter, operand
+from tdx.kernels.operand import Operand, check_output, enter, operand
 from tdx.kernels.plan import Plan, post_refusal
 from tdx.runtime import dlpack
 from tdx.runtime.array import Array
-from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.errors import Closed, InvalidArgument, TdxError
 from tdx.runtime.group import Group
 from tdx.runtime.init import current_world
 from tdx.runtime.stream import stream_handle
@@ -109,15 +109,20 @@ def one_line(
 ) -> Any:  # fmt: skip
     """A one-line function whose plan is `kind(world, shape, dtype, **options)`, called with `x`.
 
-    `operands` are further ones, or None, which the plan takes by these names. A call on tdx
-    arrays that is like an earlier one goes straight to its plan.
+    `operands` are further ones, or None, which the plan takes by these names. A call that is like
+    an earlier one goes straight to its plan, on tdx arrays and those of frameworks with streams.
     """
-    if type(x) is Array and (out is None or type(out) is Array):
-        plan = _known(kind, x, team, options, operands)
-        if plan is not None:
-            if out is None:
-                out = plan.world.local(*plan.result, kind.operation)
-            return plan(x, out, stream, **operands)
+    if type(x) is Array:
+        if out is None or type(out) is Array:
+            plan = _known(kind, x, team, options, operands)
+            if plan is not None:
+                if out is None:
+                    out = plan.world.local(*plan.result, kind.operation)
+                return plan(x, out, stream, **operands)
+    else:
+        result = _straight(kind, x, out, team, stream, options, operands)
+        if result is not None:
+            return result
     call = Call(kind.operation, x, out, team=team, stream=stream)
     with call:
         source = call.operand(x, "x")
@@ -128,16 +133,52 @@ def one_line(
     return call.finish(target)
 
 
+def _straight(
+    kind: type[P], x: Any, out: Any, team: Group | None, stream: Any, options: dict[str, Any],
+    operands: dict[str, Any],
+) -> Any:  # fmt: skip
+    """The result of the plan for memory like that of `x`; None if anything is unlike earlier calls.
+
+    What is wrong with arguments is found out by a Call, which tells the peers.
+    """
+    world, framework = current_world(), owner_of(x)
+    if world is None or framework is None or (out is not None and owner_of(out) is not framework):
+        return None
+    home = framework.stream_of(x)
+    if home is None:
+        return None
+    try:
+        source = operand(world, framework.describe(x), "x")
+        plan = _plan_for(world, kind, source, team, options, operands)
+        if plan is None or not source.contiguous:
+            return None
+        result = framework.empty(*plan.result, x) if out is None else out
+        if result is None:
+            return None
+        to = check_output(world, framework.describe(result), *plan.result)
+    except TdxError:
+        return None
+    plan(source, to, home if stream is None else stream, **operands)
+    return result
+
+
 def _known(
     kind: type[P], x: Array, team: Group | None, options: dict[str, Any], operands: dict[str, Any]
 ) -> P | None:
     """The plan for `x`, if that was an operand before, and for further tdx arrays."""
     if x.operand is None or x.operand.block.freed:
         return None
+    return _plan_for(x.world, kind, x, team, options, operands)
+
+
+def _plan_for(
+    world: World, kind: type[P], x: Array | Operand, team: Group | None, options: dict[str, Any],
+    operands: dict[str, Any],
+) -> P | None:  # fmt: skip
+    """The plan that there is for an `x` like this, if the further operands are tdx arrays."""
     for y in operands.values():
         if y is not None and type(y) is not Array:
             return None
-    world = x.world
     plans = world.plans.get(0 if team is None else world.group(team).index)
     key = (kind, x.shape, x.dtype, *options.values(), False)
     try:

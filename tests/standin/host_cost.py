@@ -12,14 +12,17 @@ import statistics
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import triton
 
 from tests.standin.fake import build
+from tests.standin.foreign import CupyArray, stand_in_for_cupy
 from tests.standin.ranks import Rank
 
 _ROUNDS, _CALLS = 300, 40
@@ -59,6 +62,8 @@ def rows() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "tdx.barrier()", tdx.barrier
     yield "tdx.all_reduce(x, out=y)", lambda: tdx.all_reduce(x, out=y)
     yield "tdx.all_reduce(x)", lambda: tdx.all_reduce(x)
+    given, taken = _cupy_arrays(world, x, y)
+    yield "tdx.all_reduce(cupy, out=cupy)", lambda: tdx.all_reduce(given, out=taken)
     yield "kernel[grid], plain pointers", lambda: empty_kernel[(1,)](plain, other, 7)
     yield "kernel[grid], tdx arrays", lambda: empty_kernel[(1,)](x, y, 7)
     a, b, out = (world.zeros((256, 256), "bfloat16", symmetric=False) for _ in range(3))
@@ -68,6 +73,15 @@ def rows() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{kind.__name__} plan", partial(product, a, b, to)
     yield "tdx.matmul(a, b, out=y)", lambda: tdx.matmul(a, b, out=out)
     yield "tdx.matmul_all_reduce(out=y)", lambda: tdx.matmul_all_reduce(a, b, out=out)
+
+
+def _cupy_arrays(world: Any, *memory: Any) -> list[CupyArray]:
+    """What stands in for CuPy's arrays over that memory."""
+    stand_in_for_cupy(types.SimpleNamespace(ptr=world.new_stream().handle))
+    arrays = [CupyArray(world, each) for each in memory]
+    for array, each in zip(arrays, memory, strict=True):
+        array.shape, array.dtype = each.shape, each.dtype
+    return arrays
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from tests.standin import (  # noqa: F401  # declare their scenarios
     contexts,
     exchange,
     failures,
+    foreign,
     products,
     sharing,
     use,
