@@ -70,7 +70,7 @@ def consume_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, TRACE: tl.constexpr, ENGINES: tl.constexpr,
+    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """Each block takes its share of every chunk's tiles, chunks in order of arrival."""
     columns = known(columns, EVEN)
@@ -110,8 +110,6 @@ def consume_kernel(
             if TRACE:
                 at = (unit * tl.cdiv(chunk_rows, BM) + row) * tiles_n + col
                 tl.store(trace + at, arrived)
-    if ENGINES:  # see copy_push.py
-        tdl.wait_all(progress, units, world, number, first_peer=-units)
 
 
 @triton.jit
@@ -274,6 +272,7 @@ class AllGatherMatmul(Plan):
             for run, *operands in products:
                 if run is not None:
                     run(handle, *operands)
+            self._gathering.confirm(handle)
             self._gathering.join(handle)
         results = tuple(
             mine if given is None else given for mine, given in zip(self._outs, outs, strict=True)
@@ -306,8 +305,7 @@ class AllGatherMatmul(Plan):
             (b, product.out_dtype, bias, product.scale_dtype),
             gathered, gathering.scales, gathering.progress, gathering.epoch,
             self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
-            gathering.chunks, *strides[2:], TRACE=self._traced,
-            ENGINES=gathering.engines, **product.constants,
+            gathering.chunks, *strides[2:], TRACE=self._traced, **product.constants,
             **product.product_constants(self.config, sizes, steps, described),
         )  # fmt: skip
 

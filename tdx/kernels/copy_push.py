@@ -6,9 +6,9 @@ chunk one of the 4 bytes that are its signal, from a word on the device: a call'
 it may be replayed.
 
 Copies cannot look at faults. When a wait was given up no new signal follows them, and before them
-the peer's signals from this rank are taken back. A kernel that reads what they write waits for all
-of its signals once more at its end: either they are still there, and what it has read was that of
-its own call, or the wait is in vain and its rank has a fault as well.
+the peer's signals from this rank are taken back. Who has read what they write waits for all of its
+signals once more, at the end of the kernel or in one behind it: either they are still there, and
+what was read was that of its own call, or the wait is in vain and its rank has a fault as well.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Gathering:
     ):  # fmt: skip
         """About `chunks` chunks, of rows that are a multiple of `multiple`.
 
-        `engines`: copy engines may push, since the consumer looks at all signals at its end again.
+        `engines`: copy engines may push, since `confirm` follows the consumers.
         """
         rows = shape[0]
         self.chunk_rows = max(1, -(-rows // (chunks * multiple))) * multiple

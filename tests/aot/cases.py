@@ -252,7 +252,6 @@ PRODUCTS = {
     "matmul-bf16-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0}),
     "matmul-bf16-few": ("matmul.matmul_kernel", "bfloat16", FEW_ROWS),
     "consume-bf16": ("all_gather_matmul.consume_kernel", "bfloat16", {}),
-    "consume-engines": ("all_gather_matmul.consume_kernel", "bfloat16", {"ENGINES": True}),
     "consume-bf16-ragged": (
         "all_gather_matmul.consume_kernel",
         "bfloat16",
