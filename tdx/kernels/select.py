@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
     "CONSTANTS",
@@ -82,38 +82,22 @@ class Constants:
 _NEVER = 1 << 62
 # of bfloat16 with 128 rows and a depth of 64 on an H200, all multiprocessors busy
 _TILE_TIMES = {256: 1.0, 128: 0.54, 64: 0.43, 32: 0.4}
+_CUDA = Constants(
+    low_latency_bytes_per_block=1 << 10, block_elements=(1024, 4096), blocks=128,
+    tile=(128, 128, 128), described_columns=256, tile_times=_TILE_TIMES, stages=5,
+    matmul_blocks=1 << 10, push_blocks=16, chunks_per_rank=8, engine_bytes=2 << 20,
+    unfused_rows=512,
+)  # fmt: skip
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
-    "host": Constants(1 << 19, (256, 1 << 17), 1, (256, 256, 1024), 256, {}, 1, 2, 1, 1, _NEVER, 0),
-    "cuda": Constants(
-        1 << 10,
-        (1024, 4096),
-        128,
-        (128, 128, 128),
-        256,
-        _TILE_TIMES,
-        5,
-        1 << 10,
-        16,
-        8,
-        2 << 20,
-        128,
+    "host": Constants(
+        low_latency_bytes_per_block=1 << 19, block_elements=(256, 1 << 17), blocks=1,
+        tile=(256, 256, 1024), described_columns=256, tile_times={}, stages=1, matmul_blocks=2,
+        push_blocks=1, chunks_per_rank=1, engine_bytes=_NEVER, unfused_rows=0,
     ),
-    "hip": Constants(
-        1 << 10,
-        (1024, 4096),
-        128,
-        (128, 128, 128),
-        128,
-        _TILE_TIMES,
-        2,
-        1 << 10,
-        16,
-        8,
-        2 << 20,
-        128,
-    ),
-}
+    "cuda": _CUDA,
+    "hip": replace(_CUDA, described_columns=128, stages=2),
+}  # fmt: skip
 
 
 def shared_bytes(arch: str) -> int:

@@ -17,6 +17,7 @@ from tdx.kernels.select import (
     broadcast_round_bytes,
     cheapest,
     gather_algorithm,
+    gather_chunks,
     low_latency_elements,
     low_latency_words,
     movement_algorithm,
@@ -158,6 +159,15 @@ def test_tiles_can_be_described(m, itemsize):
     """Tensor descriptors take sides of up to 256."""
     tile = choose_tile("cuda", "sm_90", m, 4096, 8192, itemsize, True, 132)
     assert max(tile.block_m, tile.block_n, tile.block_k) <= 256
+
+
+def test_limits_of_products_beside_a_gather():
+    """As measured on two H200s; see docs/benchmarks."""
+    limits = CONSTANTS["cuda"]
+    assert (limits.engine_bytes, limits.unfused_rows) == (2 << 20, 512)
+    assert gather_chunks("cuda", (2 << 20) - 1) == limits.chunks_per_rank
+    assert [gather_chunks("cuda", n << 20) for n in (2, 32, 64, 1 << 10)] == [1, 1, 2, 8]
+    assert gather_chunks("host", 1 << 40) == 1
 
 
 def test_parts_are_tiled_as_one_product():
