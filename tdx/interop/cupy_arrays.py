@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from ..runtime import dlpack, dtypes
 from ..runtime.errors import DtypeError
 
 name = "cupy"
+
+_resolve = lru_cache(maxsize=64)(dtypes.resolve)
 
 
 def matches(x: Any) -> bool:
@@ -30,17 +33,10 @@ def stream_of(x: Any) -> int | None:
 
 def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
     """Memory of the array. It is used on CuPy's current stream, so nothing waits here."""
-    import cupy
-
     return dlpack.Imported(
-        address=int(x.data.ptr),
-        shape=tuple(x.shape),
-        strides=tuple(x.strides),
-        dtype=dtypes.resolve(x.dtype),
-        device=(dlpack.ROCM if cupy.cuda.runtime.is_hip else dlpack.CUDA, int(x.device.id)),
-        readonly=False,
-        owner=x,
-    )
+        x.data.ptr, x.shape, x.strides, _resolve(x.dtype), (_device_type(), x.data.device_id),
+        False, x,
+    )  # fmt: skip
 
 
 def empty(shape: Sequence[int], dtype: np.dtype[Any], like: Any) -> Any:
@@ -64,3 +60,10 @@ def adopt(producer: Any, like: Any) -> Any:
     import cupy
 
     return cupy.from_dlpack(producer)
+
+
+@lru_cache(maxsize=1)
+def _device_type() -> int:
+    import cupy
+
+    return dlpack.ROCM if cupy.cuda.runtime.is_hip else dlpack.CUDA

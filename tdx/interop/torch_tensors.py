@@ -29,7 +29,10 @@ def stream_of(x: Any) -> int | None:
         return None
     import torch
 
-    return int(torch.cuda.current_stream(x.device).cuda_stream)
+    try:  # 40 times cheaper than the public function
+        return int(torch._C._cuda_getCurrentRawStream(x.device.index))
+    except AttributeError:
+        return int(torch.cuda.current_stream(x.device).cuda_stream)
 
 
 def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
@@ -47,13 +50,13 @@ def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
     dtype = _resolve(x.dtype)
     size = dtype.itemsize
     return dlpack.Imported(
-        address=x.data_ptr(),
-        shape=tuple(x.shape),
-        strides=tuple([stride * size for stride in x.stride()]),
-        dtype=dtype,
-        device=_device(torch, x) if x.is_cuda else (dlpack.CPU, 0),
-        readonly=False,
-        owner=x,
+        x.data_ptr(),
+        tuple(x.shape),
+        tuple([stride * size for stride in x.stride()]),
+        dtype,
+        (_device_type(), x.device.index) if x.is_cuda else (dlpack.CPU, 0),
+        False,
+        x,
     )
 
 
@@ -61,9 +64,11 @@ def empty(shape: Sequence[int], dtype: np.dtype[Any], like: Any) -> Any:
     """An uninitialised tensor on the device of `like`, which needs no gradient."""
     import torch
 
-    kind = getattr(torch, dtype.name, None)
+    kind = _named(dtype)
     if kind is None:
         raise DtypeError(f"this release of PyTorch ({torch.__version__}) has no {dtype}")
+    if type(like) is torch.Tensor:  # cheaper: the device is not looked up again
+        return like.new_empty(tuple(shape), dtype=kind)
     return torch.empty(tuple(shape), dtype=kind, device=like.device)
 
 
@@ -89,5 +94,16 @@ def _refuse_special(torch: Any, x: Any) -> None:
         )
 
 
-def _device(torch: Any, x: Any) -> tuple[int, int]:
-    return (dlpack.ROCM if torch.version.hip else dlpack.CUDA, x.device.index)
+@lru_cache(maxsize=64)
+def _named(dtype: np.dtype[Any]) -> Any:
+    """PyTorch's type of the same name, or None."""
+    import torch
+
+    return getattr(torch, dtype.name, None)
+
+
+@lru_cache(maxsize=1)
+def _device_type() -> int:
+    import torch
+
+    return dlpack.ROCM if torch.version.hip else dlpack.CUDA

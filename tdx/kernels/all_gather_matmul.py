@@ -33,13 +33,11 @@ from tdx.kernels.call import Call
 from tdx.kernels.gathering import GatherFirst, Gathering
 from tdx.kernels.matmul import (
     bind_matmul,
-    grouped_tile,
     known,
     known_strides,
-    store_tile,
-    tile_product,
+    multiply_rows,
 )
-from tdx.kernels.operand import elements, for_each, operand
+from tdx.kernels.operand import elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import (
     Config,
@@ -49,7 +47,7 @@ from tdx.kernels.product import (
     given_operand,
     takes_options,
 )
-from tdx.kernels.select import constants, gather_chunks, power_of_two
+from tdx.kernels.select import constants, follows, gather_chunks, power_of_two
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import InvalidArgument
@@ -65,59 +63,55 @@ _SIZES = ["rows", "columns", "depth", "chunk_rows", "chunks", "stride_bk", "stri
 
 @triton.jit(do_not_specialize=_SIZES)
 def consume_kernel(
-    b, c, bias, scale_b, gathered, scales, progress, epoch, trace, world,
+    own, b, c, bias, scale_b, gathered, scales, progress, epoch, trace, world,
     rows, columns, depth, chunk_rows, chunks, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
     EVEN: tl.constexpr, DESCRIBED: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """Each block takes its share of every chunk's tiles, chunks in order of arrival."""
+    """Each block takes its share of the own rows' tiles, then of every chunk's as it arrives."""
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
     stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
     me = tdl.rank(world)
-    number = tl.load(epoch)
     units = tdl.num_ranks(world) * chunks
-    tiles_n = tl.cdiv(columns, BN)
-    done = tdl.nothing_done()
-    for _ in range(0, units):
+    # tiles go round the blocks over all chunks, whatever the order of their arrival
+    chunk_tiles = tl.cdiv(chunk_rows, BM) * tl.cdiv(columns, BN)
+    first_row = me.to(tl.int64) * rows
+    multiply_rows(
+        own, b, c, bias, scales + first_row, scale_b, 0, first_row, rows, columns, depth,
+        depth, 1, stride_bk, stride_bn, me * chunks * chunk_tiles, tdl.no_fault(world),
+        trace, _arrived(progress, units, epoch, TRACE), BM, BN, BK, GROUP_M, PRECISION,
+        HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED, TRACE,
+    )  # fmt: skip
+    number = tl.load(epoch)
+    lanes = tl.arange(0, tdl.MAX_WAIT_ANY)
+    done = ((lanes >= me * chunks) & (lanes < (me + 1) * chunks)).to(tl.int32)
+    for _ in range(chunks, units):
         unit, done, ok = tdl.wait_any(progress, units, world, number, done, first=me * chunks)
         if DESCRIBED:
             tdl.fence_async_proxy()
-        arrived = 0
-        if TRACE:
-            arrived = _arrived(progress, units, number)
         begin = (unit % chunks) * chunk_rows
-        height = tl.minimum(chunk_rows, rows - begin)
         first_row = (unit // chunks).to(tl.int64) * rows + begin
-        tiles_m = tl.cdiv(height, BM)
-        # tiles go round the blocks over all chunks, whatever the order of their arrival
-        before = unit * tl.cdiv(chunk_rows, BM) * tiles_n
-        blocks = tl.num_programs(0)
-        start = (tl.program_id(0) + blocks - before % blocks) % blocks
-        for tile in range(start, tiles_m * tiles_n, blocks):
-            row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-            total = tile_product(
-                gathered, b, scales, scale_b, first_row, row, col, height, columns, depth,
-                depth, 1, stride_bk, stride_bn,
-                BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
-            )  # fmt: skip
-            store_tile(
-                c + first_row * columns, total, bias, row, col, height, columns, columns, ok,
-                BM, BN, HAS_BIAS, ACTIVATION, DESCRIBED and BN > 128,
-            )  # fmt: skip
-            if TRACE:
-                at = (unit * tl.cdiv(chunk_rows, BM) + row) * tiles_n + col
-                tl.store(trace + at, arrived)
+        multiply_rows(
+            gathered, b, c, bias, scales, scale_b, first_row, first_row,
+            tl.minimum(chunk_rows, rows - begin), columns, depth,
+            depth, 1, stride_bk, stride_bn, unit * chunk_tiles, ok,
+            trace, _arrived(progress, units, epoch, TRACE), BM, BN, BK, GROUP_M, PRECISION,
+            HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED, TRACE,
+        )  # fmt: skip
 
 
 @triton.jit
-def _arrived(progress, units, number):
-    """How many chunks are there."""
-    lanes = tl.arange(0, 1024)
-    seen = tl.load(progress + lanes, mask=lanes < units, other=0, volatile=True)
-    return tl.sum(((lanes < units) & (seen - number >= 0)).to(tl.int32))
+def _arrived(progress, units, epoch, TRACE: tl.constexpr):
+    """How many chunks are there; 0 if nobody asks."""
+    count = 0
+    if TRACE:
+        lanes = tl.arange(0, tdl.MAX_WAIT_ANY)
+        seen = tl.load(progress + lanes, mask=lanes < units, other=0, volatile=True)
+        count = tl.sum(((lanes < units) & (seen - tl.load(epoch) >= 0)).to(tl.int32))
+    return count
 
 
 class AllGatherMatmul(Plan):
@@ -179,11 +173,11 @@ class AllGatherMatmul(Plan):
             self._check(chunks_per_rank)
             *lead, self._depth = self.shape_a
             self._rows, size = elements(lead), self.group.size
+            nbytes = self._rows * self._depth * self.dtype.itemsize
             if chunks_per_rank is None:
-                nbytes = self._rows * self._depth * self.dtype.itemsize
                 chunks_per_rank = gather_chunks(world.backend, nbytes)
-            few = size > 1 and size * self._rows <= constants(world.backend).unfused_rows
-            self.algorithm = algorithm or ("unfused" if few and not following else "fused")
+            first = not following and follows(world.backend, self._rows, nbytes, size)
+            self.algorithm = algorithm or ("unfused" if first else "fused")
             parts = 1 if self.algorithm == "unfused" else size
             rows, widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
             self.config = self.product.tile(config, world, rows, widest, self._depth, parts)
@@ -268,10 +262,16 @@ class AllGatherMatmul(Plan):
             products.append((run, y, to, vector, right))
         handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
         if self._rows:
-            self._gathering.start(self, x, handle, left if product.scaled else None, step)
+            written = (
+                operand(world, self._gathering.buffer, "gathered"),
+                *(p[2] for p in products),
+            )
+            first = bool(x.address % 16) or any(overlap(x, to) for to in written)
+            scale = left if product.scaled else None
+            own = self._gathering.start(self, x, handle, scale, step, first)
             for run, *operands in products:
                 if run is not None:
-                    run(handle, *operands)
+                    run(handle, own, *operands)
             self._gathering.confirm(handle)
             self._gathering.join(handle)
         results = tuple(
@@ -298,11 +298,12 @@ class AllGatherMatmul(Plan):
         gathering, product, (_, n, k, *strides) = self._gathering, self.product, sizes
         assert isinstance(gathering, Gathering)
         a, b = product.kinds(self.config, described, sizes)
+        own, _ = product.kinds(self.config, described, (self._rows, *sizes[1:]))
         gathered: Any = a.of(gathering.buffer) if isinstance(a, Described) else gathering.buffer
         tiles = self._tiles(n) * gathering.chunks * self.group.size
         return self.bind(
             consume_kernel, blocks_for(self.world, tiles, gathering.blocks),
-            (b, product.out_dtype, bias, product.scale_dtype),
+            (own, b, product.out_dtype, bias, product.scale_dtype),
             gathered, gathering.scales, gathering.progress, gathering.epoch,
             self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
             gathering.chunks, *strides[2:], TRACE=self._traced, **product.constants,
@@ -319,7 +320,7 @@ class AllGatherMatmul(Plan):
         )
         gathered = operand(world, self._gathering.buffer, "gathered")
         scales = operand(world, self._gathering.scales, "scales")
-        return lambda stream, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
+        return lambda stream, _, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
 
     def gathered(self) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault."""

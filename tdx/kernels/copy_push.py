@@ -1,9 +1,13 @@
-"""Pushes by copy engines beside a kernel that computes: to each peer on a stream of its own.
+"""Pushes by copy engines beside a kernel that computes.
 
-On a peer's stream a kernel of one warp waits until the peer lets this rank write (its credit), and
-where the data is only being made, until all of it is there. Copies follow, and behind those of a
-chunk one of the 4 bytes that are its signal, from a word on the device: a call's number, so that
-it may be replayed.
+For each peer, and where the data is only being made for each chunk, a kernel of one warp waits
+until the peer lets this rank write (its credit) and the data is there. Copies follow, and behind
+those of a chunk one of the 4 bytes that are its signal, from a word on the device: a call's number,
+so that it may be replayed.
+
+Data that is there goes to each peer on a stream of its own, so that only copies to a late rank are
+late. Data that is being made goes on one stream, the next rank's first: kernels wait for long
+there, and each keeps a multiprocessor from the product.
 
 Copies cannot look at faults. When a wait was given up no new signal follows them, and before them
 the peer's signals from this rank are taken back. Who has read what they write waits for all of its
@@ -21,6 +25,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
+from tdx.kernels.operand import Operand
 from tdx.kernels.plan import Plan
 from tdx.runtime.array import Array
 from tdx.runtime.stream import order
@@ -28,39 +33,44 @@ from tdx.runtime.world import World
 
 __all__ = ["Beside", "CopyPush", "confirm_kernel", "enter_kernel", "grant_kernel"]
 
+_Copy = tuple[int, int, int, bool]  # to, from, bytes; whether `from` counts from an operand's begin
+
 
 @triton.jit(do_not_specialize=["chunks"])
 def enter_kernel(progress, credit, epoch, world, chunks):
-    """Begin a call, the own part being in place: own signals, and credit to every peer."""
+    """Begin a call: own signals, and credit to every rank, the own one too."""
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     number = tl.load(epoch) + 1
-    for chunk in range(0, chunks):
-        tdl.notify(progress + me * chunks + chunk, me, world, number)
-    for hop in range(1, ranks):
-        tdl.notify(credit + me, (me + hop) % ranks, world, number)
+    lanes = tl.arange(0, 32)
+    for first in range(0, ranks, 32):  # first, and at once: peers may be waiting
+        hop = first + lanes
+        tdl.notify(credit + me, (me + hop) % ranks, world, number, when=hop < ranks)
+    for first in range(0, chunks, 32):
+        own = progress + me * chunks + tl.minimum(first + lanes, chunks - 1)
+        tdl.notify(own, me, world, number, when=first + lanes < chunks)
     tl.store(epoch, number)
 
 
-@triton.jit(do_not_specialize=["peer", "chunks", "count"])
-def grant_kernel(progress, credit, epoch, world, finished, sent, peer, chunks, count):
-    """Wait until the data for `peer` may be copied; the copies set its signals to `sent`.
+@triton.jit(do_not_specialize=["peer", "chunk", "chunks", "count"])
+def grant_kernel(progress, credit, epoch, world, finished, sent, peer, chunk, chunks, count):
+    """Wait until a chunk for `peer` may be copied; the copies set its signals to `sent`.
 
-    Every call adds `count` to what is `finished`, if anything has to be.
+    Every call adds `count` to what is `finished` of it, if anything has to be.
     """
     me = tdl.rank(world)
     number = tl.load(epoch)
     ok = tdl.wait(credit + peer, world, number, peer=peer)
     if count > 0:
-        ok = tdl.wait(finished + peer, world, number * count, peer=me) & ok
+        ok = tdl.wait(finished + peer * chunks + chunk, world, number * count, peer=me) & ok
     if ok:
         if tdl.no_fault(world):
             tl.store(sent + peer, number)
     else:
         never = number - (1 << 30)
         tl.store(sent + peer, never)
-        for chunk in range(0, chunks):
-            signal = tdl.symm_at(progress + me * chunks + chunk, peer, world)
+        for each in range(0, chunks):
+            signal = tdl.symm_at(progress + me * chunks + each, peer, world)
             tl.atomic_xchg(signal, never, sem="release", scope="sys")
 
 
@@ -108,9 +118,10 @@ class CopyPush:
     chunks : int
     pieces : callable
         (peer, chunk) to the copies of a chunk: array whose memory at the peer is written, offset
-        in bytes there, own address, bytes.
-    finished, count
-        W words of int32: the data for a peer is there when every call has added `count` to its.
+        in bytes there, array that is read (None: the operand of the call), offset, bytes.
+    finished, counts
+        (W * chunks) words of int32: chunk c for a peer is there when every call has added
+        `counts[c]` to its. It should be made for the next rank first, and so on.
 
     Attributes
     ----------
@@ -118,40 +129,54 @@ class CopyPush:
         Multiprocessors that the kernels which wait need.
     """
 
-    blocks = 1  # one has room for all of them
+    blocks = 1
 
     def __init__(
         self, plan: Plan, signals: tuple[Any, ...], chunks: int,
-        pieces: Callable[[int, int], Sequence[tuple[Array, int, int, int]]],
-        finished: Array | None = None, count: int = 0,
+        pieces: Callable[[int, int], Sequence[tuple[Array, int, Array | None, int, int]]],
+        finished: Array | None = None, counts: Sequence[int] = (0,),
     ):  # fmt: skip
         group, world = plan.group, plan.world
         progress, credit = signals[:2]
-        self._driver, self._beside = world.driver, Beside(world, group.size - 1)
+        peers = group.size - 1
+        self._driver = world.driver
+        self._beside = Beside(world, peers if finished is None else min(1, peers))
         self.join = self._beside.join
         sent = world.zeros((group.size,), np.int32, symmetric=False)
         self._kept = sent
-        self._peers: list[tuple[Callable[..., None], list[tuple[int, int, int]]]] = []
+        self._work: list[tuple[int, Callable[..., None] | _Copy]] = []  # with the stream
         for hop in range(1, group.size):
             peer = (group.rank + hop) % group.size
-            grant = plan.bind(
-                grant_kernel, 1, (), *signals, credit if finished is None else finished, sent,
-                peer, chunks, count, num_warps=1,
-            )  # fmt: skip
-            copies = []
+            side = self._beside.streams[(hop - 1) % len(self._beside.streams)].handle
             for chunk in range(chunks):
-                for array, offset, source, nbytes in pieces(peer, chunk):
+                if chunk < len(counts):
+                    grant = plan.bind(
+                        grant_kernel, 1, (), *signals, credit if finished is None else finished,
+                        sent, peer, chunk, chunks, counts[chunk], num_warps=1,
+                    )  # fmt: skip
+                    self._work.append((side, grant))
+                for array, offset, source, begin, nbytes in pieces(peer, chunk):
                     place = array.peer(group.ranks[peer])._address + offset
-                    copies.append((place, source, nbytes))
+                    first = begin if source is None else source._address + begin
+                    self._work.append((side, (place, first, nbytes, source is None)))
                 signal = progress.peer(group.ranks[peer])._address
                 signal += 4 * (group.rank * chunks + chunk)
-                copies.append((signal, sent._address + 4 * peer, 4))
-            self._peers.append((grant, copies))
+                self._work.append((side, (signal, sent._address + 4 * peer, 4, False)))
 
-    def start(self, stream: int) -> None:
-        """Queue all of it, behind what is queued on `stream` now."""
+    def start(self, stream: int, x: Operand | None = None) -> int:
+        """Queue all of it, behind what is queued on `stream` now; returns a stream of it.
+
+        `x`: what is read where `pieces` have no array.
+        """
+        base, keep = (0, None) if x is None else (x.address, x.owner)
         self._beside.fork(stream)
-        for side, (grant, copies) in zip(self._beside.streams, self._peers, strict=True):
-            grant(side.handle)
-            for place, source, nbytes in copies:
-                self._driver.copy(place, source, nbytes, side.handle)
+        for side, work in self._work:
+            if not isinstance(work, tuple):
+                work(side)
+                continue
+            place, source, nbytes, given = work
+            if given:
+                self._driver.copy(place, base + source, nbytes, side, keep)
+            else:
+                self._driver.copy(place, source, nbytes, side)
+        return self._beside.streams[-1].handle

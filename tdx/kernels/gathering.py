@@ -3,9 +3,10 @@
 A consumer starts when all of a GatherFirst is there. It follows a Gathering chunk by chunk: each
 rank pushes its part in chunks into every peer's gathered buffer, beside the consumer, and sets a
 signal there after each chunk. A rank that enters a call gives every peer credit to write into its
-buffer, so only pushes to a late rank are late. Large chunks are pushed by copy engines, if the
-consumer can tell whether they came too early (see copy_push.py); others by a kernel of a few
-blocks, whose multiprocessors the consumer lacks.
+buffer, so only pushes to a late rank are late. If the consumer reads the own part where it is, and
+can tell whether others came too early (see copy_push.py), the own part gets into the buffer beside
+it too, and large chunks are pushed by copy engines; others by a kernel of a few blocks, whose
+multiprocessors the consumer lacks.
 
 A chunk's scales are stored behind its rows and before its signal: who has seen the signal may
 read both.
@@ -93,17 +94,17 @@ class Gathering:
 
     def __init__(
         self, plan: Plan, shape: tuple[int, ...], dtype: np.dtype, chunks: int, multiple: int = 1,
-        scaled: bool = False, engines: bool = False,
+        scaled: bool = False, direct: bool = False,
     ):  # fmt: skip
         """About `chunks` chunks, of rows that are a multiple of `multiple`.
 
-        `engines`: copy engines may push, since `confirm` follows the consumers.
+        `direct`: consumers read the own part where it is, and `confirm` follows them.
         """
         rows = shape[0]
         self.chunk_rows = max(1, -(-rows // (chunks * multiple))) * multiple
         self.chunks = max(1, -(-rows // self.chunk_rows))
         # not the plan itself, which holds this: memory goes back when the plan is dropped
-        self._world, self._group = plan.world, plan.group
+        self._world, self._group, self._direct = plan.world, plan.group, direct
         size = plan.group.size
         self.buffer = plan.workspace("gathered", (size, *shape), dtype)
         self.progress = plan.workspace("progress", (size * self.chunks,), np.int32, self.chunks)
@@ -119,7 +120,7 @@ class Gathering:
         self._pushing: CopyPush | _KernelPush
         chunk_bytes = min(self.chunk_rows, rows) * row_bytes
         self.engines = (
-            engines and size > 1 and chunk_bytes >= constants(plan.world.backend).engine_bytes
+            direct and size > 1 and chunk_bytes >= constants(plan.world.backend).engine_bytes
         )
         units = size * self.chunks
         self._confirm = plan.bind(
@@ -135,37 +136,51 @@ class Gathering:
 
     def _pieces(
         self, rows: int, row_bytes: int, scaled: bool
-    ) -> Callable[[int, int], list[tuple[Array, int, int, int]]]:
+    ) -> Callable[[int, int], list[tuple[Array, int, Array | None, int, int]]]:
         """What copy engines copy to a peer as a chunk."""
-        own, height = self._group.rank * rows, self.chunk_rows
-        arrays = [(self.buffer, row_bytes), (self.scales, 4)][: 1 + scaled]
+        own, height, width = self._group.rank * rows, self.chunk_rows, row_bytes
 
-        def pieces(peer: int, chunk: int) -> list[tuple[Array, int, int, int]]:
-            first, count = own + chunk * height, min(height, rows - chunk * height)
-            return [
-                (array, first * width, array._address + first * width, count * width)
-                for array, width in arrays
-            ]
+        def pieces(peer: int, chunk: int) -> list[tuple[Array, int, Array | None, int, int]]:
+            begin, count = chunk * height, min(height, rows - chunk * height)
+            first = own + begin
+            data = (self.buffer, first * width, None, begin * width, count * width)
+            scales = (self.scales, 4 * first, self.scales, 4 * first, 4 * count)
+            return [data, scales] if scaled else [data]
 
         return pieces
 
     def start(
-        self, plan: Plan, x: Operand, stream: int, scale: Operand | None = None, step: int = 0
-    ) -> None:
+        self, plan: Plan, x: Operand, stream: int, scale: Operand | None = None, step: int = 0,
+        first: bool = False,
+    ) -> Operand:  # fmt: skip
         """Queue the gathering of contiguous `x`; consumers queued on `stream` may follow at once.
 
-        `plan` is the one that this is a part of. If scaled: `scale` of `rows` float32 with step 1,
-        of one for all rows with step 0. The previous call must have been joined: `join(stream)`
-        makes later work of the stream wait until the own part was pushed to all peers.
+        Returns where they read the own part: `x` itself if direct, unless it has to be copied
+        `first`, since it is written to. `plan` is the one that this is a part of. If scaled:
+        `scale` of `rows` float32 with step 1, of one for all rows with step 0. The previous call
+        must have been joined: `join(stream)` makes later work of the stream wait until the own part
+        was pushed to all peers.
         """
-        world, group = self._world, self._group
-        if self._nbytes:
-            own = self.buffer._address + group.rank * self._nbytes
-            world.driver.copy(own, x.address, self._nbytes, stream, x.owner)
+        beside = self._direct and not first
+        if not beside:
+            self._keep_own(x, stream)
+            x = operand(self._world, self.buffer[self._group.rank], "gathered")
         if scale is not None:
             self._spread[step](stream, scale)
         self._enter(stream)
-        self._pushing.start(stream)
+        if isinstance(self._pushing, CopyPush):
+            side = self._pushing.start(stream, x)
+            if beside:
+                self._keep_own(x, side)
+        else:
+            self._pushing.start(stream, (lambda side: self._keep_own(x, side)) if beside else None)
+        return x
+
+    def _keep_own(self, x: Operand, stream: int) -> None:
+        """Put the own part into the buffer."""
+        if self._nbytes:
+            own = self.buffer._address + self._group.rank * self._nbytes
+            self._world.driver.copy(own, x.address, self._nbytes, stream, x.owner)
 
     def confirm(self, stream: int) -> None:
         """After the last read of the buffer: that no peer with a fault has written there again."""
@@ -197,13 +212,17 @@ class _KernelPush:
             BLOCK=block_bytes(plan.world.backend, nbytes) // width, num_warps=8,
         )  # fmt: skip
 
-    def start(self, stream: int) -> None:
-        """Queue it, behind what is queued on `stream` now."""
+    def start(self, stream: int, before: Callable[[int], None] | None = None) -> None:
+        """Queue it, and `before` before it, behind what is queued on `stream` now."""
         self._beside.fork(stream)
+        if before is not None and not self._beside.streams:
+            before(stream)
         for side in self._beside.streams:
             for block in self._blocks:  # the plan may be dropped before it is joined
                 if side.handle not in block.last:
                     block.last.append(side.handle)
+            if before is not None:
+                before(side.handle)
             self._push(side.handle, operand(self._world, self._buffer, "buffer"))
 
 
@@ -233,9 +252,10 @@ class GatherFirst:
             self._scales = kind(plan, 4 * rows, each=False) if rows else None
 
     def start(
-        self, plan: Plan, x: Operand, stream: int, scale: Operand | None = None, step: int = 0
-    ) -> None:
-        """Queue the gathering, as Gathering.start."""
+        self, plan: Plan, x: Operand, stream: int, scale: Operand | None = None, step: int = 0,
+        first: bool = False,
+    ) -> Operand:  # fmt: skip
+        """Queue the gathering, as Gathering.start; consumers read all of it in the buffer."""
         if self._rows is not None:
             self._rows.run(plan, stream, x, operand(plan.world, self.buffer, "buffer"))
         if scale is not None and self._scales is not None:
@@ -245,6 +265,7 @@ class GatherFirst:
                 plan, stream, operand(plan.world, own, "scales"),
                 operand(plan.world, self.scales, "scales"),
             )  # fmt: skip
+        return x
 
     def join(self, stream: int) -> None:
         """Nothing is left to wait for."""

@@ -190,6 +190,39 @@ def _store(
     tl.store(c_tile + at, total.to(c.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def multiply_rows(
+    a, b, c, bias, scale_a, scale_b, base, first_row, rows, columns, depth,
+    stride_am, stride_ak, stride_bk, stride_bn, before, ok, trace, mark,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, DESCRIBED: tl.constexpr,
+    TRACE: tl.constexpr,
+):  # fmt: skip
+    """This block's share of the tiles of `rows` rows: those of a from `base` on, of c from
+    `first_row` on. `before`: how many tiles went to blocks before these.
+
+    Nothing is stored unless `ok`. TRACE: `mark` is stored for each tile.
+    """
+    tiles_m = tl.cdiv(rows, BM)
+    tiles_n = tl.cdiv(columns, BN)
+    blocks = tl.num_programs(0)
+    begin = (tl.program_id(0) + blocks - before % blocks) % blocks
+    for tile in range(begin, tiles_m * tiles_n, blocks):
+        row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        total = tile_product(
+            a, b, scale_a, scale_b, base, row, col, rows, columns, depth,
+            stride_am, stride_ak, stride_bk, stride_bn,
+            BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
+        )  # fmt: skip
+        store_tile(
+            c + first_row * columns, total, bias, row, col, rows, columns, columns, ok,
+            BM, BN, HAS_BIAS, ACTIVATION, DESCRIBED and BN > 128,
+        )  # fmt: skip
+        if TRACE:
+            tl.store(trace + before + row * tiles_n + col, mark)
+
+
 _SIZES = ["rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn"]
 
 
@@ -207,24 +240,16 @@ def matmul_kernel(
     depth = known(depth, EVEN)
     stride_am, stride_ak = known_strides(stride_am, stride_ak, A_UNIT, EVEN)
     stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
-    tiles_m = tl.cdiv(rows, BM)
-    tiles_n = tl.cdiv(columns, BN)
     ok = True
     if GATHERED:
         ok = tdl.no_fault(world)
         if DESCRIBED:
             tdl.fence_async_proxy()
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-        total = tile_product(
-            a, b, scale_a, scale_b, 0, row, col, rows, columns, depth,
-            stride_am, stride_ak, stride_bk, stride_bn,
-            BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
-        )  # fmt: skip
-        store_tile(
-            c, total, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION,
-            DESCRIBED and BN > 128,
-        )  # fmt: skip
+    multiply_rows(
+        a, b, c, bias, scale_a, scale_b, 0, 0, rows, columns, depth,
+        stride_am, stride_ak, stride_bk, stride_bn, 0, ok, world, 0, BM, BN, BK, GROUP_M,
+        PRECISION, HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED, False,
+    )  # fmt: skip
 
 
 def matmul(

@@ -152,8 +152,8 @@ def fused_kernel(
 class MatmulAllReduce(ReducedProduct):
     """A matrix product and all-reduce of one shape and dtype, ready to be called.
 
-    `algorithm` is "one_shot" or "two_shot"; the other parameters, and the errors, are those of
-    ReducedProduct.
+    Without `config` K_local is a multiple of 16 on all ranks, or on none. `algorithm` is "one_shot"
+    or "two_shot"; the other parameters, and the errors, are those of ReducedProduct.
     """
 
     operation = "matmul_all_reduce"

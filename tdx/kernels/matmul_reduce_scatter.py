@@ -1,32 +1,29 @@
 """Matrix product and reduce-scatter in one: C_r = act(rows r of the sum of all A . B + bias).
 
 Every rank multiplies its A (M, K_local) by its B (K_local, N); the sum over ranks is scattered
-along the rows. Persistent blocks compute the tiles of the peers' rows first and the own rows last.
-A second kernel of the owner adds the W partials of each tile, in rank order. How partials travel:
+along the rows.
 
-tile by tile  Each block stores its tile in the owner's memory and signals it. Where all owners'
-              rows fit into one tile they are computed together, so that B is read once, and each
-              row goes to its owner.
-by engines    Large parts: blocks store tiles in local memory, so that they need not wait for the
-              links, and copy engines send an owner's rows once all of its tiles are finished, while
-              the next owner's are computed. See copy_push.py.
-
-    W ranks: (W - 1) / W * M * N * partial itemsize bytes out of each rank, hidden behind
-    2 * M * N * K_local operations but for the last tiles.
+fused    Persistent blocks compute the tiles of the next rank's rows first and the own rows last.
+         Copy engines send a chunk of a peer's rows as soon as its tiles are finished, while the
+         next are computed; see copy_push.py. Who has computed an own tile adds the W partials of
+         it, when those of the peers are there.
+         W ranks: (W - 1) / W * M * N * partial itemsize bytes out of each rank, hidden behind
+         2 * M * N * K_local operations but for the last rows.
+unfused  The product, then a reduce-scatter, for few rows: those take less time to send than copy
+         engines take to begin.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for
-one Config are the same on every run: each partial is one block's sum over K, rounded once, and
-the ranks' partials are added in float32 from rank 0 upwards. No atomics on them.
+one Config are the same on every run and for both algorithms: each partial is one block's sum over
+K, rounded once, and the ranks' partials are added in float32, without atomics, from rank 0 upwards.
 
-Ordering: tile by tile, two partial buffers are used in turn. A rank can only be in call n + 2 after
-every other has added its partials of call n, because it waited for their tiles of call n + 1. By
-engines there is one buffer, into which peers write with the owner's credit for a call, given as it
+Ordering: peers write into a rank's buffer for partials with its credit for a call, given as it
 enters that call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,57 +33,42 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush, enter_kernel
 from tdx.kernels.matmul import (
+    bind_matmul,
     grouped_tile,
     known,
     known_strides,
     store_tile,
     tile_product,
 )
-from tdx.kernels.operand import elements
+from tdx.kernels.operand import Operand, elements, operand, overlap
 from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_options
+from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, reduced_product
-from tdx.kernels.select import constants, power_of_two
+from tdx.kernels.select import constants, follows, power_of_two
 from tdx.runtime.array import Array
 from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["MatmulReduceScatter", "matmul_reduce_scatter"]
+__all__ = ["ALGORITHMS", "MatmulReduceScatter", "matmul_reduce_scatter"]
 
-_SIZES = ["rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn"]
-
-
-@triton.jit
-def begin_kernel(epoch):
-    """Begin the next call of tiles that travel one by one."""
-    tl.store(epoch, tl.load(epoch) + 1)
-
-
-@triton.jit
-def _spread(part, total, col, rows, columns, when, world, BM: tl.constexpr, BN: tl.constexpr):
-    """Store a tile that has `rows` rows of every rank: each rank's at its own `part`."""
-    ranks = tdl.num_ranks(world)
-    rm = tl.arange(0, BM)
-    rn = tl.arange(0, BN)
-    first_column = tl.cast(col, tl.int64) * BN
-    owner = rm // rows
-    to = tdl.symm_at(part, tl.minimum(owner, ranks - 1), world)
-    to += (rm - owner * rows).to(tl.int64) * columns + first_column
-    inside = (rm[:, None] < rows * ranks) & (rn[None, :] < columns - first_column) & when
-    tl.store(to[:, None] + rn[None, :], total.to(part.dtype.element_ty), mask=inside)
+ALGORITHMS = ("fused", "unfused")
+_SIZES = [
+    "rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn", "chunks",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def produce_kernel(
-    a, b, scale_a, scale_b, partials, signals, epoch, world, outgoing, finished, rows, columns,
-    depth, stride_am, stride_ak, stride_bk, stride_bn,
+def fused_kernel(
+    a, b, scale_a, scale_b, c, bias, partials, outgoing, finished, signals, credit, epoch, world,
+    rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn, chunks,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    PRECISION: tl.constexpr, A_UNIT: tl.constexpr, B_UNIT: tl.constexpr,
-    A_STEP: tl.constexpr, B_STEP: tl.constexpr, EVEN: tl.constexpr, DESCRIBED: tl.constexpr,
-    TOGETHER: tl.constexpr, ENGINES: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
+    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles of all owners' `rows` rows, the next rank's first, and send them.
+    """Compute the tiles of all owners' `rows` rows, the next rank's first, and sum the own ones.
 
-    TOGETHER: a tile has the rows of all owners. ENGINES: peers' tiles stay in `outgoing`, and are
-    counted in `finished`.
+    Peers' tiles go to `outgoing`, and are counted in `finished`, for each CHUNK of rows. Tiles are
+    put away in 1 or 4 PIECES.
     """
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
@@ -94,96 +76,127 @@ def produce_kernel(
     stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
-    number = tl.load(epoch)
-    ok = tdl.no_fault(world)
+    sound = tdl.no_fault(world)
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
     tiles = tiles_m * tiles_n
-    turn = 0 if ENGINES else (number & 1).to(tl.int64)
-    slot = (turn * ranks + me.to(tl.int64)) * rows * columns
-    if TOGETHER:
-        for col in range(tl.program_id(0), tiles_n, tl.num_programs(0)):
-            total = tile_product(
-                a, b, scale_a, scale_b, 0, 0, col, rows * ranks, columns, depth,
-                stride_am, stride_ak, stride_bk, stride_bn,
-                BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
+    for index in range(tl.program_id(0), tiles * ranks, tl.num_programs(0)):
+        owner = (me + 1 + index // tiles) % ranks
+        row, col = grouped_tile(index % tiles, tiles_m, tiles_n, GROUP_M)
+        part = owner.to(tl.int64) * rows
+        total = tile_product(
+            a, b, scale_a, scale_b, part, row, col, rows, columns, depth,
+            stride_am, stride_ak, stride_bk, stride_bn,
+            BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
+        )  # fmt: skip
+        ok = sound
+        if owner == me:
+            signal = signals + row * BM // CHUNK
+            ok = _wait_each(signal, credit, ranks, chunks, world, epoch) & ok
+        pieces = _quarters(total, BM, BN) if PIECES == 4 else (total,)
+        for i in tl.static_range(PIECES):  # with as much fewer registers
+            _put(
+                c, bias, pieces[i], partials, outgoing, row, col * PIECES + i, rows, columns, owner,
+                world, ok, BM, BN // PIECES, HAS_BIAS, ACTIVATION,
             )  # fmt: skip
-            _spread(partials + slot, total, col, rows, columns, ok, world, BM, BN)
-            for hop in range(1, ranks + 1):
-                tdl.notify(signals + me * tiles_n + col, (me + hop) % ranks, world, number)
-    else:
-        for index in range(tl.program_id(0), tiles * ranks, tl.num_programs(0)):
-            owner = (me + 1 + index // tiles) % ranks
-            tile = index % tiles
-            row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-            total = tile_product(
-                a, b, scale_a, scale_b, owner.to(tl.int64) * rows, row, col, rows, columns, depth,
-                stride_am, stride_ak, stride_bk, stride_bn,
-                BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
-            )  # fmt: skip
-            if ENGINES:
-                to = outgoing + owner.to(tl.int64) * rows * columns
-                if owner == me:
-                    to = partials + slot
-            else:
-                to = tdl.symm_at(partials + slot, owner, world)
-            store_tile(
-                to, total, to, row, col, rows, columns, columns, ok, BM, BN, False, "none",
-                DESCRIBED and BN > 128,
-            )  # fmt: skip
-            if ENGINES:
-                tdl.notify(finished + owner, me, world, 1, op="add")
-            else:
-                tdl.notify(signals + me * tiles + row * tiles_n + col, owner, world, number)
+        if owner != me:
+            signal = finished + owner * chunks + row * BM // CHUNK
+            tdl.notify(signal, me, world, 1, op="add")
+    for chunk in range(0, chunks):
+        _wait_each(signals + chunk, credit, ranks, chunks, world, epoch)  # see copy_push.py
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
-def reduce_kernel(
-    c, bias, partials, signals, epoch, world, rows, columns,
+@triton.jit
+def _wait_each(signal, credit, ranks, step, world, epoch):
+    """Wait for every rank's signal, `step` words apart; for credit first, to name who is late."""
+    ok = tdl.wait_all(credit, ranks, world, tl.load(epoch))
+    for first in range(0, ranks, 32):
+        peers = tl.minimum(first + tl.arange(0, 32), ranks - 1)
+        ok = tdl.wait(signal + peers * step, world, tl.load(epoch), peer=peers) & ok
+    return ok
+
+
+@triton.jit
+def _quarters(x, BM: tl.constexpr, BN: tl.constexpr):
+    """Columns of a tile, from left to right."""
+    left, right = _halves(x, BM, BN)
+    return _halves(left, BM, BN // 2) + _halves(right, BM, BN // 2)
+
+
+@triton.jit
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _put(
+    c, bias, own, partials, outgoing, row, col, rows, columns, owner, world, ok,
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr, ENGINES: tl.constexpr,
 ):  # fmt: skip
-    """Add the ranks' partials of every own tile, in rank order, as they arrive."""
-    columns = known(columns, EVEN)
+    """Store a partial of a peer's tile; of an own one the sum with the peers', in rank order."""
+    me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
-    number = tl.load(epoch)
-    tiles_n = tl.cdiv(columns, BN)
-    tiles = tl.cdiv(rows, BM) * tiles_n
-    each = 1 if ENGINES else tiles  # signals of a rank
-    turn = 0 if ENGINES else (number & 1).to(tl.int64)
-    slots = partials + turn * ranks * rows * columns
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row = tile // tiles_n
-        col = tile % tiles_n
-        first_row = tl.cast(row, tl.int64) * BM
-        first_column = tl.cast(col, tl.int64) * BN
-        part = slots + first_row * columns + first_column
+    size = tl.cast(rows, tl.int64) * columns
+    if owner != me:
+        store_tile(
+            outgoing + owner * size, own, bias, row, col, rows, columns, columns, ok, BM, BN,
+            False, "none",
+        )  # fmt: skip
+    else:
         rm = tl.arange(0, BM)
         rn = tl.arange(0, BN)
+        first_row = tl.cast(row, tl.int64) * BM
+        first_column = tl.cast(col, tl.int64) * BN
         at = rm[:, None] * columns + rn[None, :]
-        inside = (rm[:, None] < rows - first_row) & (rn[None, :] < columns - first_column)
-        signal = signals + tl.minimum(tile, each - 1)
-        ok = tdl.wait(signal, world, number, peer=0)
-        total = tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
-        for peer in range(1, ranks):
-            ok = tdl.wait(signal + peer * each, world, number, peer=peer) & ok
-            part += tl.cast(rows, tl.int64) * columns
-            total += tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
+        inside = (rm[:, None] < rows - first_row) & (rn[None, :] < columns - first_column) & ok
+        part = partials + first_row * columns + first_column
+        own = own.to(partials.dtype.element_ty).to(tl.float32)
+        total = tl.full((BM, BN), -0.0, tl.float32)  # with which a sum is the other summand
+        for first in range(0, ranks, 2):
+            for rank in tl.static_range(2):  # as many loads at a time
+                peer = first + rank
+                there = (peer < ranks) & (peer != me)
+                value = tl.load(part + at, mask=inside & there, other=-0.0).to(tl.float32)
+                total += tl.where(peer == me, own, value)
+                part += size
         store_tile(
             c, total, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION
         )
-    if ENGINES:  # see copy_push.py
-        tdl.wait_all(signals, ranks, world, number)
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def finish_kernel(
+    total, c, bias, world, rows, columns,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """c = act(total + bias), rounded once."""
+    columns = known(columns, EVEN)
+    ok = tdl.no_fault(world)
+    tiles_n = tl.cdiv(columns, BN)
+    rm = tl.arange(0, BM)
+    rn = tl.arange(0, BN)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BM) * tiles_n, tl.num_programs(0)):
+        row, col = tile // tiles_n, tile % tiles_n
+        at = (row * BM + rm).to(tl.int64)[:, None] * columns + col * BN + rn[None, :]
+        inside = (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN)
+        value = tl.load(total + at, mask=inside, other=0.0)
+        store_tile(
+            c, value, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION
+        )
 
 
 class MatmulReduceScatter(ReducedProduct):
     """A matrix product and reduce-scatter of one shape and dtype, ready to be called.
 
-    `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; the other parameters, and the
-    errors, are those of ReducedProduct.
+    `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; `algorithm` is "fused", with a
+    `config` of block_m <= 1024, or "unfused", of which errors may name the reduce_scatter. The
+    other parameters, and the errors, are those of ReducedProduct.
     """
 
     operation = "matmul_reduce_scatter"
+    algorithms = ALGORITHMS
+    same_tile = False
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         first, size = self.shape_a[0], self.group.size
@@ -194,51 +207,24 @@ class MatmulReduceScatter(ReducedProduct):
         rows = elements(self.shape_a[:-1])
         self._rows = rows // size
         depth, columns = self.shape_b
-        for m, parts in ((rows, 1), (self._rows, size)):
-            tile = self.product.tile(config, self.world, m, columns, depth, parts)
-            self._together = rows <= tile.block_m
-            if self._together:
-                break
-        return tile, algorithm or "fused"
+        if algorithm is None:
+            nbytes = self._rows * columns * self.partial_dtype.itemsize
+            later = follows(self.world.backend, self._rows, nbytes, size)
+            algorithm = "unfused" if later else "fused"
+        most = constants(self.world.backend).scattered_rows
+        if config is not None and algorithm == "fused" and config.block_m > most:
+            raise InvalidArgument(f'block_m={config.block_m} must be <= {most} for "fused"')
+        m, parts = (self._rows, size) if algorithm == "fused" else (rows, 1)
+        return self.product.tile(config, self.world, m, columns, depth, parts), algorithm
 
     def _build(self, buffer: bool) -> None:
-        world, size, config, columns = self.world, self.group.size, self.config, self.shape_b[1]
-        self._tiles = -(-self._rows // config.block_m) * -(-columns // config.block_n)
-        part = self._rows * columns
-        nbytes = part * self.partial_dtype.itemsize
-        self._engines = (
-            size > 1 and not self._together and nbytes >= constants(world.backend).engine_bytes
-        )
-        slots, each = (size, 1) if self._engines else (2 * size, max(1, self._tiles))
-        partials = self.workspace("partials", (slots, max(1, part)), self.partial_dtype)
-        signals = self.workspace("tiles", (size * each,), "int32")
-        epoch = world.zeros((1,), "int32", symmetric=False)
-        self._shared = (partials, signals, epoch, self.group.handle)
-        # some arrays have to stand in where a kernel has no use for one
-        outgoing, finished = partials, signals
-        self._push: CopyPush | None = None
-        if self._engines:
-            outgoing = world.empty((size, part), self.partial_dtype, symmetric=False)
-            finished = self.workspace("finished_tiles", (size,), "int32", steps=self._tiles)
-            credit = self.workspace("credit", (size,), "int32")
-            meeting = (signals, credit, epoch, self.group.handle)
-            self._begin = self.bind(enter_kernel, 1, (), *meeting, 1, num_warps=1)
-            place = self.group.rank * nbytes
-
-            def pieces(peer: int, chunk: int) -> list[tuple[Array, int, int, int]]:
-                return [(partials, place, outgoing._address + peer * nbytes, nbytes)]
-
-            self._push = CopyPush(self, meeting, 1, pieces, finished, self._tiles)
-        else:
-            self._begin = self.bind(begin_kernel, 1, (), epoch, num_warps=1)
-        self._sent = (outgoing, finished)
-        self.out_shape = (self.shape_a[0] // size, *self.shape_a[1:-1], columns)
-        self._out = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
-        self._kernels: dict[Any, Callable[..., None]] = {}
+        columns, out = self.shape_b[1], self.product.out_dtype
+        self.out_shape = (self.shape_a[0] // self.group.size, *self.shape_a[1:-1], columns)
+        self._out = self.result_buffer(self.out_shape, out, buffer)
+        self._way = (_Fused if self.algorithm == "fused" else _Unfused)(self)
         usual = (self.shape_a[-1], 1, columns, 1)
-        if self.product.prepares(config, self._sizes(usual)):
-            self._producer(usual, (0, 0), True)
-        self._reducer(self.dtype)
+        if self._rows and columns and self.product.prepares(self.config, self._sizes(usual)):
+            self._way.kernel(self, usual, (0, 0), self.dtype, True)
 
     def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
         """Queue the operation; returns `out`, or the plan's buffer when it is None.
@@ -246,55 +232,142 @@ class MatmulReduceScatter(ReducedProduct):
         `extras`: bias, scale_a and scale_b, as matmul has them.
         """
         ops, strides, steps = self._operands(a, b, out, **extras)
-        *inputs, to, vector = ops
-        produce = self._producer(strides, steps, not (inputs[0].address | inputs[1].address) % 16)
-        reduce = self._reducer(vector.dtype)
+        x, y, _, _, to, vector = ops
+        if overlap(x, to) or overlap(y, to):
+            raise InvalidArgument("out overlaps a or b, read while it is written: pass another")
+        empty, aligned = 0 in to.shape, not (x.address | y.address) % 16
+        run = None if empty else self._way.kernel(self, strides, steps, vector.dtype, aligned)
         handle = self.begin(stream, *ops)
-        if self._tiles:
-            self._begin(handle)
-            if self._push is not None:
-                self._push.start(handle)
-            produce(handle, *inputs)
-            reduce(handle, to, vector)
-            if self._push is not None:
-                self._push.join(handle)
+        if run is not None:
+            self._way.run(self, run, handle, ops)
         return self._out if out is None else out
 
-    def _producer(
-        self, strides: tuple[int, ...], steps: tuple[int, int], aligned: bool
-    ) -> Callable[..., None]:
-        """The product of operands so laid out, bound at first use."""
-        key = (strides, steps, aligned)
+
+class _Fused:
+    """Workspaces, kernels and copies of the fused algorithm. Part of a plan, not held."""
+
+    def __init__(self, plan: MatmulReduceScatter):
+        world, size, config = plan.world, plan.group.size, plan.config
+        rows, columns, kind = plan._rows, plan.shape_b[1], plan.partial_dtype
+        part = max(1, rows * columns)
+        self._tiles = -(-rows // config.block_m) * -(-columns // config.block_n)
+        least = constants(world.backend).scattered_rows
+        self._chunk = max(least, power_of_two(-(-rows // 16)))  # a queue takes about 1000 entries
+        chunks = self._chunks = max(1, -(-rows // self._chunk))
+        counts = [
+            -(-min(self._chunk, rows - first) // config.block_m) * -(-columns // config.block_n)
+            for first in range(0, rows, self._chunk)
+        ]
+        partials = plan.workspace("partials", (size, part), kind)
+        signals = plan.workspace("sent", (size * chunks,), "int32", chunks)
+        credit = plan.workspace("credit", (size,), "int32")
+        steps = max([1, *counts])
+        finished = plan.workspace("finished_tiles", (size * chunks,), "int32", steps=steps)
+        epoch = world.zeros((1,), "int32", symmetric=False)
+        outgoing = world.empty((size, part), kind, symmetric=False)
+        plan._memory.append(outgoing._block)
+        meeting = (signals, credit, epoch, plan.group.handle)
+        self._enter = plan.bind(enter_kernel, 1, (), *meeting, chunks, num_warps=1)
+        self._shared = (partials, outgoing, finished, signals, credit, epoch, plan.group.handle)
+        rank, line = plan.group.rank, columns * kind.itemsize
+
+        def pieces(peer: int, chunk: int) -> list[tuple[Array, int, Array | None, int, int]]:
+            first = chunk * self._chunk
+            nbytes = min(self._chunk, rows - first) * line
+            to, at = (rank * rows + first) * line, (peer * rows + first) * line
+            return [(partials, to, outgoing, at, nbytes)]
+
+        self._push: CopyPush | None = None
+        if size > 1 and self._tiles:
+            self._push = CopyPush(plan, meeting, chunks, pieces, finished, counts)
+        self._kernels: dict[Any, Callable[..., None]] = {}
+
+    def run(self, plan: Any, multiply: Any, handle: int, ops: tuple[Operand, ...]) -> None:
+        """Queue a call."""
+        self._enter(handle)
+        if self._push is not None:
+            self._push.start(handle)
+        multiply(handle, *ops)
+        if self._push is not None:
+            self._push.join(handle)
+
+    def kernel(self, plan: MatmulReduceScatter, *key: Any) -> Callable[..., None]:
+        """That for operands with such (strides, steps, bias, aligned), bound at first use."""
         if key not in self._kernels:
-            product, k = self.product, self.shape_b[0]
-            sizes = self._sizes(strides)
-            described = product.described(self.world, self.config, sizes, aligned)
-            size = self.group.size
+            strides, steps, bias, aligned = key
+            world, product, config = plan.world, plan.product, plan.config
+            sizes, size = plan._sizes(strides), plan.group.size
+            described = product.described(world, config, sizes, aligned)
+            scale = product.scale_dtype
             kinds = (
-                *product.kinds(self.config, described, sizes),
-                product.scale_dtype, product.scale_dtype,
-            )  # fmt: skip
-            tiles = self._tiles * (1 if self._together else size)
+                *product.kinds(config, described, sizes),
+                scale,
+                scale,
+                product.out_dtype,
+                bias,
+            )
             beside = 0 if self._push is None else self._push.blocks
-            self._kernels[key] = self.bind(
-                produce_kernel, blocks_for(self.world, tiles, beside), kinds, *self._shared,
-                *self._sent, self._rows, self.shape_b[1], k, *strides, TOGETHER=self._together,
-                ENGINES=self._engines,
-                **product.product_constants(self.config, sizes, steps, described),
+            self._kernels[key] = plan.bind(
+                fused_kernel, blocks_for(world, self._tiles * size, beside), kinds, *self._shared,
+                plan._rows, *sizes[1:], self._chunks, CHUNK=self._chunk, **product.constants,
+                PIECES=4 if world.backend != "host" and config.block_n >= 64 else 1,
+                **product.product_constants(config, sizes, steps, described),
             )  # fmt: skip
         return self._kernels[key]
 
-    def _reducer(self, bias: np.dtype) -> Callable[..., None]:
-        """The reduction with a bias of this type, bound at first use."""
+
+class _Unfused:
+    """The product, the reduce-scatter and what follows it. Part of a plan."""
+
+    def __init__(self, plan: MatmulReduceScatter):
+        world, product, columns = plan.world, plan.product, plan.shape_b[1]
+        self._own = replace(product, out_dtype=plan.partial_dtype, bias=False, activation=None)
+        shape = (*plan.shape_a[:-1], columns)
+        self._sums = world.empty(shape, plan.partial_dtype, symmetric=False)
+        plan._memory.append(self._sums._block)
+        self._later = product.bias or product.activation is not None
+        self._scatter = ReduceScatter(
+            world, shape, plan.partial_dtype, team=plan.group, buffer=self._later,
+            out_dtype="float32" if self._later else product.out_dtype,
+        )  # fmt: skip
+        self._kernels: dict[Any, Callable[..., None]] = {}
+
+    def run(self, plan: Any, multiply: Any, handle: int, ops: tuple[Operand, ...]) -> None:
+        """Queue a call."""
+        a, b, scale_a, scale_b, c, bias = ops
+        sums = operand(plan.world, self._sums, "sums")
+        multiply(handle, a, b, sums, a, scale_a, scale_b)
+        if not self._later:
+            self._scatter(sums, c, handle)
+        else:
+            total = operand(plan.world, self._scatter(sums, stream=handle), "total")
+            self._finish(plan, bias.dtype)(handle, total, c, bias)
+
+    def kernel(self, plan: MatmulReduceScatter, *key: Any) -> Callable[..., None]:
+        """The product, as that of _Fused."""
+        if key not in self._kernels:
+            product, (strides, steps, bias, aligned) = self._own, key
+            sizes, scale = plan._sizes(strides), product.scale_dtype
+            described = product.described(plan.world, plan.config, sizes, aligned)
+            others = (product.out_dtype, plan.dtype, scale, scale)
+            self._kernels[key] = bind_matmul(
+                plan.world, product, plan.config, sizes, steps, described, others
+            )
+            if self._later:
+                self._finish(plan, bias)
+        return self._kernels[key]
+
+    def _finish(self, plan: MatmulReduceScatter, bias: np.dtype) -> Callable[..., None]:
+        """What adds a bias of this type, bound at first use."""
         if bias not in self._kernels:
-            config = self.config
-            height = power_of_two(self._rows) if self._together else config.block_m
-            self._kernels[bias] = self.bind(
-                reduce_kernel, blocks_for(self.world, self._tiles),
-                (self.product.out_dtype, bias), *self._shared, self._rows, self.shape_b[1],
-                BM=height, BN=config.block_n, EVEN=self.shape_b[1] % 16 == 0,
-                ENGINES=self._engines, num_warps=config.num_warps,
-                **self.product.constants,
+            config, columns = plan.config, plan.shape_b[1]
+            height, width = min(config.block_m, 64), min(config.block_n, 64)
+            tiles = -(-plan._rows // height) * -(-columns // width)
+            self._kernels[bias] = plan.bind(
+                finish_kernel, plan.blocks_for(tiles),
+                (np.dtype("float32"), plan.product.out_dtype, bias), plan.group.handle,
+                plan._rows, columns, BM=height, BN=width, EVEN=columns % 16 == 0,
+                num_warps=config.num_warps, **plan.product.constants,
             )  # fmt: skip
         return self._kernels[bias]
 
@@ -311,13 +384,13 @@ def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **option
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}
         In what partial sums travel; None: the output's dtype.
-    algorithm : {None, "fused"}
+    algorithm : {"fused", "unfused"}, optional
     bias : array, optional
         (N,), added once, after the reduction; then the activation.
     scale_a, scale_b : optional
         Of this rank's a and b.
     activation, out_dtype, out, allow_tf32, config, team, stream
-        See matmul.
+        See matmul. `out` must not overlap a or b.
 
     Returns (d0 / size, ..., N) in the framework of `a`.
 

@@ -32,6 +32,7 @@ __all__ = [
     "flattened",
     "for_each",
     "operand",
+    "overlap",
 ]
 
 
@@ -102,7 +103,7 @@ class Operand:
         self.block = block
         self.writable = writable
         self.home = home
-        self.contiguous = strides == row_major(shape, 1) or _no_gaps(shape, strides)
+        self.contiguous = _no_gaps(shape, strides)
 
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the memory."""
@@ -112,6 +113,8 @@ class Operand:
 
 def operand(world: World, x: Any, what: str) -> Operand:
     """`x` (a tdx array of `world`, or foreign memory of the same device) as an operand."""
+    if type(x) is Operand:
+        return x
     if isinstance(x, Array):
         known = x.operand
         if known is not None and x.world is world and not known.block.freed:
@@ -124,10 +127,9 @@ def operand(world: World, x: Any, what: str) -> Operand:
         block.check()
         # not the array as owner: it would hold itself
         strides = _in_elements(x.strides, dtype.itemsize)
+        assert strides is not None
         x.operand = made = Operand(x._address, dtype, x.shape, strides, block, block)
         return made
-    if isinstance(x, Operand):
-        return x
     home, block = None, None
     if isinstance(x, Imported):
         memory = x
@@ -155,19 +157,22 @@ def operand(world: World, x: Any, what: str) -> Operand:
             "put it there, or copy it with world.array(x)"
         )
     size = memory.dtype.itemsize
-    if any(s % size for s in memory.strides):
+    strides = _in_elements(memory.strides, size)
+    if strides is None:
         raise InvalidArgument(f"{what}: strides {memory.strides} are no multiples of {size} bytes")
     return Operand(
-        memory.address, memory.dtype, memory.shape, _in_elements(memory.strides, size),
-        (x, memory), block, writable=not (memory.readonly or memory.copied), home=home,
+        memory.address, memory.dtype, memory.shape, strides, (x, memory), block,
+        not (memory.readonly or memory.copied), home,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    return tuple(s // itemsize for s in strides)
+def _in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
+    """None if they are no multiples of the item size."""
+    return None if any(s % itemsize for s in strides) else tuple(s // itemsize for s in strides)
 
 
+@lru_cache(maxsize=1024)
 def _no_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether the elements lie in row-major order, though axes of one element have any stride."""
     dims = zip(shape, strides, row_major(shape, 1), strict=True)
@@ -193,6 +198,23 @@ def check_output(world: World, out: Any, shape: tuple[int, ...], dtype: np.dtype
     if not op.writable:
         raise InvalidArgument("out is read-only; pass a writable array")
     return op
+
+
+def overlap(x: Operand, y: Operand) -> bool:
+    """Whether the memory from the first to the last element of one touches that of the other."""
+    if 0 in x.shape or 0 in y.shape:
+        return False
+    (begin, end), (first, last) = (
+        _extent(op.shape, op.strides, op.dtype.itemsize) for op in (x, y)
+    )
+    return x.address + begin < y.address + last and y.address + first < x.address + end
+
+
+@lru_cache(maxsize=1024)
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, int]:
+    """First byte, and the one behind the last, from the address of element 0 on."""
+    reach = [(n - 1) * stride * size for n, stride in zip(shape, strides, strict=True)]
+    return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0) + size
 
 
 def enter(world: World, stream: int, *operands: Operand) -> None:

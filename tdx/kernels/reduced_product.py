@@ -26,9 +26,8 @@ class ReducedProduct(Plan):
     world : World
     shape_a, shape_b : tuple
         (..., K_local) and (K_local, N) of this rank, any extents. All but K_local are the same on
-        every rank; without `config` K_local is a multiple of 16 on all of them, or on none. (Ranks
-        must make plans together: with the one-line function, all change their shapes in the same
-        call.)
+        every rank. (Ranks must make plans together: with the one-line function, all change their
+        shapes in the same call.)
     dtype
         float16, bfloat16, float32 or float8_e4m3fn.
     partial_dtype : {None, "float32"}
@@ -46,7 +45,8 @@ class ReducedProduct(Plan):
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
     """
 
-    algorithms: ClassVar[tuple[str, ...]] = ("fused",)
+    algorithms: ClassVar[tuple[str, ...]]
+    same_tile: ClassVar[bool] = True  # do ranks meet tile by tile?
     out_shape: tuple[int, ...]
     _out: Array | None  # what calls without `out` return
 
@@ -77,8 +77,10 @@ class ReducedProduct(Plan):
                 a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], dtype=self.dtype,
                 partial_dtype=self.partial_dtype, bias=self.product.bias,
                 activation=self.product.activation, out_dtype=out, algorithm=self.algorithm,
-                tile=(self.config.block_m, self.config.block_n, self.config.group_m),
             )  # fmt: skip
+            if self.same_tile:
+                tile = self.config
+                shared.update(tile=(tile.block_m, tile.block_n, tile.group_m))
         with self.preparation():
             self._build(buffer)
 

@@ -19,6 +19,7 @@ __all__ = [
     "broadcast_round_bytes",
     "cheapest",
     "constants",
+    "follows",
     "gather_algorithm",
     "gather_chunks",
     "low_latency_elements",
@@ -60,9 +61,12 @@ class Constants:
     chunks_per_rank : int
         Pieces in which a rank's part is gathered beside a matmul.
     engine_bytes : int
-        Bytes for a peer from which copy engines send them, beside a matmul.
-    unfused_rows : int
-        Most rows of all ranks that are gathered before a matmul: b is read once, not for each.
+        Bytes of a chunk from which copy engines gather it beside a matmul.
+    unfused : tuple of tuple[int, int]
+        Pairs (rows of a rank, bytes that each rank sends) up to which a matmul and its
+        communication follow one another; see `follows`.
+    scattered_rows : int
+        Rows that a rank sends to a peer at a time, beside a matmul: a multiple of any tile's.
     """
 
     low_latency_bytes_per_block: int
@@ -76,7 +80,8 @@ class Constants:
     push_blocks: int
     chunks_per_rank: int
     engine_bytes: int
-    unfused_rows: int
+    unfused: tuple[tuple[int, int], ...]
+    scattered_rows: int
 
 
 _NEVER = 1 << 62
@@ -86,14 +91,14 @@ _CUDA = Constants(
     low_latency_bytes_per_block=1 << 10, block_elements=(1024, 4096), blocks=128,
     tile=(128, 128, 128), described_columns=256, tile_times=_TILE_TIMES, stages=5,
     matmul_blocks=1 << 10, push_blocks=16, chunks_per_rank=8, engine_bytes=2 << 20,
-    unfused_rows=512,
+    unfused=((128, _NEVER), (256, 12 << 20)), scattered_rows=1 << 10,
 )  # fmt: skip
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
     "host": Constants(
         low_latency_bytes_per_block=1 << 19, block_elements=(256, 1 << 17), blocks=1,
         tile=(256, 256, 1024), described_columns=256, tile_times={}, stages=1, matmul_blocks=2,
-        push_blocks=1, chunks_per_rank=1, engine_bytes=_NEVER, unfused_rows=0,
+        push_blocks=1, chunks_per_rank=1, engine_bytes=_NEVER, unfused=(), scattered_rows=1 << 20,
     ),
     "cuda": _CUDA,
     "hip": replace(_CUDA, described_columns=128, stages=2),
@@ -279,6 +284,18 @@ def gather_algorithm(backend: str, nbytes: int, ranks: int, own_buffer: bool) ->
     limits = MOVEMENT[backend]
     large = "copy_engine" if own_buffer and nbytes >= limits.copy_engine_bytes else limits.gather
     return movement_algorithm(backend, nbytes, ranks, large)
+
+
+def follows(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
+    """Whether a matmul with `rows` rows of each rank is fused with no gather or scatter of them.
+
+    `nbytes`: of a rank's rows, or of its sums for one other. Fused, b is read once for each rank's
+    rows, which few rows do not make up for; and copy engines take a while to begin.
+    """
+    sent = (ranks - 1) * nbytes
+    return ranks > 1 and any(
+        rows <= most and sent <= limit for most, limit in constants(backend).unfused
+    )
 
 
 def gather_chunks(backend: str, nbytes: int) -> int:

@@ -77,8 +77,8 @@ class Report:
 
     error: largest difference to the reference, relative to its largest value. first_s: seconds of
     the first run, in which kernels compile. run_ms: median of the others. behind, chunks: chunks of
-    rows that came from peers, and how many of them had come when the last tile of the own rows was
-    begun. early, tiles: tiles of the first products that need a peer's rows, and how many of them
+    rows that came from peers, and how many of them had come when the last block began with the own
+    rows. early, tiles: tiles of the first products that need a peer's rows, and how many of them
     were begun before the last chunk had come.
     """
 
@@ -105,7 +105,7 @@ _HEADING = (
 )
 _LEGEND = """
 Communication hidden behind computation, by counts that the kernels took on the device: chunks of
-peers' rows that had come when the last tile of the own rows was begun; and tiles of peers' rows
+peers' rows that had come when the last block began with the own rows; and tiles of peers' rows
 that were begun before the last chunk had come.
 """
 
@@ -190,7 +190,7 @@ def _timed(world: World, mlp: Any, say: _Progress) -> tuple[float, float, Array]
 
 
 def _behind_own_rows(plan: tdx.AllGatherMatmul) -> tuple[int, int]:
-    """(remote chunks that had come when the last own tile was begun, remote chunks)."""
+    """(remote chunks that had come when the last block began its own tiles, remote chunks)."""
     size = plan.group.size
     own = plan._gathering.chunks
     counts = plan._traces[0].numpy().reshape(size, -1)[plan.group.rank]

@@ -28,7 +28,7 @@ def slowest(world: World, value: float) -> float:
 def replay_time(world: World, replay: Callable[[], None], calls: int, repeats: int = 30) -> float:
     """Microseconds of one of the `calls` calls that `replay` queues on the world's stream.
 
-    Median over `repeats` replays, each begun together; the slowest rank counts.
+    Median over `repeats` replays, each right behind another; the slowest rank counts.
     """
     samples = [_sample(world, replay) / calls for _ in range(repeats)]
     return slowest(world, statistics.median(samples))
@@ -57,9 +57,10 @@ def times_in_turn(
 
 
 def _sample(world: World, replay: Callable[[], None]) -> float:
-    """Microseconds of one replay that all ranks begin together."""
+    """Microseconds of one replay behind another, in which ranks that began apart have met."""
     stream = world.stream
     world.barrier()
+    replay()
     start = stream.record()
     replay()
     end = stream.record()

@@ -149,18 +149,17 @@ def _product(
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "PRECISION": "ieee", "HAS_BIAS": True,
         "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": even, "TRACE": False,
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
-        "DESCRIBED": described, "TOGETHER": False,
-        "ENGINES": False,
+        "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
     out = POINTER["bfloat16"] if size == 1 else pointer
     types = {
-        **dict.fromkeys(("a", "b", "gathered"), pointer),
+        **dict.fromkeys(("a", "b", "own", "gathered"), pointer),
         **dict.fromkeys(("c", "bias", "partials", "outgoing", "results"), out),
-        **dict.fromkeys(("scale_a", "scale_b", "scales"), "*fp32"),
+        **dict.fromkeys(("scale_a", "scale_b", "scales", "total"), "*fp32"),
         **dict.fromkeys(
-            ("progress", "epoch", "signals", "trace", "arrived", "finished"), "*i32"
+            ("progress", "epoch", "signals", "credit", "trace", "arrived", "finished"), "*i32"
         ),
         "world": "world", "channel": "channel",
         **dict.fromkeys(
@@ -171,7 +170,8 @@ def _product(
     }  # fmt: skip
     if described:
         kind = pointer[1:]
-        types["a"] = types["gathered"] = f"tensordesc<{kind}[{bm}, {bk}]>"
+        rows = f"tensordesc<{kind}[{bm}, {bk}]>"
+        types |= dict.fromkeys(("a", "own", "gathered"), rows)
         block = [bn, bk] if b_unit == 0 else [bk, bn]
         types["b"] = f"tensordesc<{kind}{block}>"
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -231,7 +231,7 @@ CASES = {
     "grant": (
         "copy_push.grant_kernel",
         {**GATHERING, **dict.fromkeys(("finished", "sent"), "*i32"),
-         **dict.fromkeys(("peer", "chunks", "count"), "i32")}, {}, {"num_warps": 1},
+         **dict.fromkeys(("peer", "chunk", "chunks", "count"), "i32")}, {}, {"num_warps": 1},
     ),
     "confirm": (
         "copy_push.confirm_kernel",
@@ -258,15 +258,9 @@ PRODUCTS = {
         RAGGED,
     ),
     "consume-fp32": ("all_gather_matmul.consume_kernel", "float32", {}),
-    "produce-bf16": ("matmul_reduce_scatter.produce_kernel", "bfloat16", {}),
-    "produce-together": (
-        "matmul_reduce_scatter.produce_kernel",
-        "bfloat16",
-        {"TOGETHER": True, "shape": (64, 7168, 4096)},
-    ),
-    "produce-engines": ("matmul_reduce_scatter.produce_kernel", "bfloat16", {"ENGINES": True}),
-    "reduce-engines": ("matmul_reduce_scatter.reduce_kernel", "bfloat16", {"ENGINES": True}),
-    "reduce-bf16": ("matmul_reduce_scatter.reduce_kernel", "bfloat16", {}),
+    "scattered-bf16": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {}),
+    "scattered-fp32": ("matmul_reduce_scatter.fused_kernel", "float32", {}),
+    "finish-bf16": ("matmul_reduce_scatter.finish_kernel", "bfloat16", {}),
     "fused-bf16": ("matmul_all_reduce.fused_kernel", "bfloat16", {}),
     "fused-fp32": ("matmul_all_reduce.fused_kernel", "float32", {}),
     "fused-one_shot-ragged": (
@@ -278,7 +272,7 @@ PRODUCTS = {
 FLOAT8 = {
     "matmul-fp8": ("matmul.matmul_kernel", "float8_e4m3fn", {}),
     "consume-fp8": ("all_gather_matmul.consume_kernel", "float8_e4m3fn", {"b_unit": 0}),
-    "produce-fp8": ("matmul_reduce_scatter.produce_kernel", "float8_e4m3fn", {"b_unit": 0}),
+    "scattered-fp8": ("matmul_reduce_scatter.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
     "fused-fp8": ("matmul_all_reduce.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
 }
 BY_DESCRIPTORS = {"described": True}
@@ -292,12 +286,7 @@ DESCRIBED = {
     ),
     "matmul-described-few": ("matmul.matmul_kernel", "bfloat16", {**BY_DESCRIPTORS, **FEW_ROWS}),
     "consume-described": ("all_gather_matmul.consume_kernel", "bfloat16", BY_DESCRIPTORS),
-    "produce-described-engines": (
-        "matmul_reduce_scatter.produce_kernel",
-        "bfloat16",
-        {**BY_DESCRIPTORS, "ENGINES": True},
-    ),
-    "produce-described": ("matmul_reduce_scatter.produce_kernel", "bfloat16", BY_DESCRIPTORS),
+    "scattered-described": ("matmul_reduce_scatter.fused_kernel", "bfloat16", BY_DESCRIPTORS),
     "fused-described": ("matmul_all_reduce.fused_kernel", "bfloat16", BY_DESCRIPTORS),
 }
 PRODUCTS |= FLOAT8 | DESCRIBED

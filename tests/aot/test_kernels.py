@@ -23,7 +23,7 @@ WAITING = [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-scaled", "push-all",
     "push-one", "root-words-i64", "broadcast-scatter", "barrier", "grant", "confirm",
     "consume-bf16",
-    "consume-fp32", "reduce-bf16", "reduce-engines", "norm-one_shot", "norm-two_shot", "fused-bf16",
+    "consume-fp32", "scattered-bf16", "norm-one_shot", "norm-two_shot", "fused-bf16",
     "fused-one_shot-ragged",
 ]  # fmt: skip
 GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
@@ -89,7 +89,7 @@ def test_bodies_move_16_byte_vectors(outcome, case, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "case", ["matmul-bf16", "matmul-bf16-bT", "consume-bf16", "produce-bf16", "fused-bf16"]
+    "case", ["matmul-bf16", "matmul-bf16-bT", "consume-bf16", "scattered-bf16", "fused-bf16"]
 )
 def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
     code = outcome.code
@@ -146,8 +146,7 @@ def test_waits_are_loops_that_acquire(outcome, case, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i64",
-    "broadcast-scatter", "put-signal", "enter", "grant", "produce-bf16", "produce-together",
-    "produce-engines",
+    "broadcast-scatter", "put-signal", "enter", "grant", "scattered-bf16",
     "norm-two_shot", "fused-bf16",
 ])  # fmt: skip
 def test_signals_release(outcome, case, target):

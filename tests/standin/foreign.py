@@ -19,7 +19,7 @@ class CupyArray:
     shape, strides, dtype = (64,), (4,), np.dtype(np.int32)
 
     def __init__(self, world: Any, memory: Any):
-        self.data = types.SimpleNamespace(ptr=memory.data_ptr())
+        self.data = types.SimpleNamespace(ptr=memory.data_ptr(), device_id=world.device.index)
         self.device = contextlib.nullcontext()
         self.device.id = world.device.index  # type: ignore[attr-defined]
 

@@ -234,7 +234,7 @@ def cupy(monkeypatch):
     class ndarray:
         def __init__(self, shape, dtype):
             self.shape, self.dtype, self.strides = shape, dtype, (dtype.itemsize,)
-            self.data = types.SimpleNamespace(ptr=4096)
+            self.data = types.SimpleNamespace(ptr=4096, device_id=3)
             self.device = Device()
 
     def empty(shape, dtype):

@@ -16,6 +16,7 @@ from tdx.kernels.select import (
     block_elements,
     broadcast_round_bytes,
     cheapest,
+    follows,
     gather_algorithm,
     gather_chunks,
     low_latency_elements,
@@ -162,12 +163,22 @@ def test_tiles_can_be_described(m, itemsize):
 
 
 def test_limits_of_products_beside_a_gather():
-    """As measured on two H200s; see docs/benchmarks."""
+    """As measured on H200s; see docs/benchmarks."""
     limits = CONSTANTS["cuda"]
-    assert (limits.engine_bytes, limits.unfused_rows) == (2 << 20, 512)
+    assert limits.engine_bytes == 2 << 20
     assert gather_chunks("cuda", (2 << 20) - 1) == limits.chunks_per_rank
     assert [gather_chunks("cuda", n << 20) for n in (2, 32, 64, 1 << 10)] == [1, 1, 2, 8]
     assert gather_chunks("host", 1 << 40) == 1
+
+
+def test_few_rows_are_not_fused():
+    for rows, nbytes, ranks, expected in (
+        (128, 1 << 40, 2, True), (128, 1 << 40, 8, True), (256, 4 << 20, 4, True),
+        (256, (4 << 20) + 1, 4, False), (256, 12 << 20, 2, True), (257, 1, 2, False),
+        (1, 1, 1, False),
+    ):  # fmt: skip
+        assert follows("cuda", rows, nbytes, ranks) is expected
+        assert not follows("host", rows, nbytes, ranks)
 
 
 def test_parts_are_tiled_as_one_product():

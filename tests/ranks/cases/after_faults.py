@@ -13,7 +13,7 @@ import tdx
 import tdx.language as tdl
 from tdx.kernels.matmul import Config
 from tdx.runtime.errors import PeerTimeout, TdxError
-from tests.helpers.blocks import copy_engines
+from tests.helpers.blocks import copy_engines, many_blocks
 from tests.helpers.cases import isolated, limit, worlds
 
 TIMEOUT_S = 0.4
@@ -29,7 +29,7 @@ ALGORITHMS = [
     (tdx.Broadcast, (0,), ["low_latency", "scatter"]),
     (tdx.AllReduceRmsNorm, (), ["low_latency", "one_shot", "two_shot"]),
     (tdx.AllGatherMatmul, ((64, 16),), ["fused", "unfused"]),
-    (tdx.MatmulReduceScatter, ((64, 16),), [None]),
+    (tdx.MatmulReduceScatter, ((64, 16),), ["fused", "unfused"]),
     (tdx.MatmulAllReduce, ((64, 16),), ["one_shot", "two_shot"]),
 ]
 
@@ -96,13 +96,14 @@ def _late_rank(world, plan, more, later):
 def case_copy_engines_send_no_signals(comm, backend, make):
     """Their copies go out; but the late rank finds the signals of its last call taken back."""
     world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
-    with copy_engines():
-        plan = make(world, SHAPE, (64, 16), "float32", algorithm="fused", config=Config(16, 16, 16))
-    x, y = world.zeros(SHAPE, "float32"), world.zeros((64, 16), "float32")
+    shape = (128, 64)
+    with many_blocks(), copy_engines():  # and so several chunks
+        plan = make(world, shape, (64, 16), "float32", algorithm="fused", config=Config(16, 16, 16))
+    x, y = world.zeros(shape, "float32"), world.zeros((64, 16), "float32")
     plan(x, y)
     world.synchronize()
     world.barrier()
-    signals = plan._gathering.progress if make is tdx.AllGatherMatmul else plan._shared[1]
+    signals = plan._gathering.progress if make is tdx.AllGatherMatmul else plan._way._shared[3]
     of_rank_0, own = np.split(np.arange(signals.shape[0]), 2)
     if world.rank == 0:
         plan(x, y)
@@ -120,6 +121,30 @@ def case_copy_engines_send_no_signals(comm, backend, make):
             plan(x, y)
         with pytest.raises(TdxError):
             world.synchronize()
+    with contextlib.suppress(TdxError):
+        world.close()
+
+
+@isolated
+@worlds(4)
+@limit(30)
+@pytest.mark.parametrize("late", [1, 3])
+@pytest.mark.parametrize("make", [tdx.AllGatherMatmul, tdx.MatmulReduceScatter])
+def case_who_is_late_is_named(comm, backend, make, late):
+    """Not those whose copies wait for it."""
+    world = tdx.init(comm, backend=backend, timeout_s=1)
+    with many_blocks(), copy_engines():
+        plan = make(world, (128, 64), (64, 16), "float32", algorithm="fused")
+    x, y = world.zeros((128, 64), "float32"), world.zeros((64, 16), "float32")
+    plan(x, y)
+    world.synchronize()
+    world.barrier()
+    if world.rank != late:
+        plan(x, y)
+        with pytest.raises(PeerTimeout) as caught:
+            world.synchronize()
+        assert caught.value.peer == late, caught.value
+    comm.Barrier()
     with contextlib.suppress(TdxError):
         world.close()
 

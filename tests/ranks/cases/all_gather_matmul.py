@@ -238,6 +238,34 @@ def case_overlap_with_a_late_sender(world, engines):
         world.barrier()
 
 
+@worlds(1, 2, 3)
+@pytest.mark.parametrize("engines", [False, True])
+def case_a_that_is_written_to(world, engines):
+    """`a` may overlap results and the gathered buffer, and begin anywhere."""
+    m, k, size, rank = 40, 32, world.size, world.rank
+    b = values(5, (k, k), "float32") / 8
+    y = world.array(b, symmetric=False)
+    with many_blocks(), copy_engines(engines):
+        plan = tdx.AllGatherMatmul(world, (m, k), (k, k), "float32", algorithm="fused")
+        other = tdx.AllGatherMatmul(world, (m, k), (k, k), "float32", algorithm="fused")
+    whole = whole_a(world, (m, k), "float32")
+    x = world.array(whole[rank * m : (rank + 1) * m], symmetric=False)
+    once = plan(x, y).numpy()
+    again = other(world.array(once[rank * m : (rank + 1) * m], symmetric=False), y).numpy()
+    own = slice(rank * m, (rank + 1) * m)
+    assert_same_bits(plan(plan(x, y)[own], y).numpy(), again)
+    out = world.array(once, symmetric=False)
+    assert_same_bits(plan(out[own], y, out=out).numpy(), again)
+    plan(x, y)
+    peer = (rank + 1) % size
+    turned = plan(plan.gathered()[peer * m : (peer + 1) * m], y)
+    close(turned, product(np.roll(whole, -m, axis=0), b), k, "float32")
+    line = world.zeros(m * k + 1, "float32", symmetric=False)
+    shifted = line[1:].reshape((m, k))
+    shifted.copy_from(x)
+    assert_same_bits(plan(shifted, y).numpy(), once)
+
+
 @worlds(3)
 def case_two_streams(world):
     streams = [world.new_stream(), world.new_stream()]

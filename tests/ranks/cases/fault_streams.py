@@ -169,7 +169,7 @@ OPERATIONS = {
     "barrier": ("barrier", "channel"),
     "fused": ("all_gather_matmul", "credit progress"),
     "unfused": ("all_gather_matmul", "slots"),
-    "matmul_reduce_scatter": ("matmul_reduce_scatter", "tiles"),
+    "matmul_reduce_scatter": ("matmul_reduce_scatter", "credit"),
     "matmul_all_reduce": ("matmul_all_reduce", "partial_tiles finished_tiles"),
     "all_reduce_rms_norm": ("all_reduce_rms_norm", "signals"),
 }

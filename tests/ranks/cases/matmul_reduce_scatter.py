@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import numpy as np
 import pytest
 
 import tdx
 from tdx.kernels.matmul import ACTIVATIONS, Config
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
-from tests.helpers.blocks import copy_engines, many_blocks
+from tests.helpers.blocks import many_blocks
 from tests.helpers.cases import worlds
 from tests.helpers.reference import (
     activated,
@@ -22,6 +25,7 @@ from tests.helpers.reference import (
 # rows a rank, depth, columns
 SHAPES = [(1, 1, 1), (2, 16, 3), (7, 33, 20), (16, 16, 16), (40, 65, 50), (17, 8, 129)]
 SMALL = Config(32, 32, 32, num_warps=4)
+LONG = Config(1 << 21, 16, 16)
 
 
 def operands(rank, m, depth, n, dtype, salt=0):
@@ -54,12 +58,12 @@ def case_values(world, dtype):
         x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
         turned = world.array(np.ascontiguousarray(b.T), symmetric=False)
         rows = world.array(np.ascontiguousarray(a.T), symmetric=False)
-        for config in (None, SMALL):
+        for options in ({}, {"config": SMALL}, {"algorithm": "unfused"}, {"algorithm": "fused"}):
             out = world.array(poisoned((m, n), dtype), symmetric=False)
-            assert tdx.matmul_reduce_scatter(x, y, out=out, config=config) is out
+            assert tdx.matmul_reduce_scatter(x, y, out=out, **options) is out
             close(out, wanted, k * size, *[dtype] * size)
             for left, right in ((x, turned.T), (rows.T, y)):
-                again = tdx.matmul_reduce_scatter(left, right, config=config)
+                again = tdx.matmul_reduce_scatter(left, right, **options)
                 assert_same_bits(again.numpy(), out.numpy())
 
 
@@ -128,8 +132,10 @@ def case_wide_partials_round_once(world):
 
 
 @worlds(1, 3)
-def case_leading_axes_and_empty(world):
+@pytest.mark.parametrize("algorithm", ["fused", "unfused"])
+def case_leading_axes_and_empty(world, algorithm):
     size = world.size
+    call = functools.partial(tdx.matmul_reduce_scatter, algorithm=algorithm)
     shape = (2 * size, 3, 8)
     total = sum(
         product(values(rank, shape, "float32"), values(rank, (8, 5), "float32", 1))
@@ -138,23 +144,23 @@ def case_leading_axes_and_empty(world):
     x = world.array(values(world.rank, shape, "float32"), symmetric=False)
     y = world.array(values(world.rank, (8, 5), "float32", 1), symmetric=False)
     wanted = total[2 * world.rank : 2 * world.rank + 2]
-    close(tdx.matmul_reduce_scatter(x, y), wanted, 8 * size, "float32", "float32")
-    assert tdx.matmul_reduce_scatter(x[:0], y).shape == (0, 3, 5)
-    assert tdx.matmul_reduce_scatter(x, y[:, :0]).shape == (2, 3, 0)
-    zero = tdx.matmul_reduce_scatter(
-        world.empty((size, 0), "float32"), world.empty((0, 5), "float32")
-    )
+    close(call(x, y), wanted, 8 * size, "float32", "float32")
+    assert call(x[:0], y).shape == (0, 3, 5)
+    assert call(x, y[:, :0]).shape == (2, 3, 0)
+    zero = call(world.empty((size, 0), "float32"), world.empty((0, 5), "float32"))
     assert_same_bits(zero.numpy(), np.zeros((1, 5), np.float32))
 
 
 @worlds(2, 3)
-@pytest.mark.parametrize("engines", [False, True])
+@pytest.mark.parametrize("algorithm", ["fused", "unfused"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def case_repetition_and_graphs(world, dtype, engines):
+def case_repetition_and_graphs(world, dtype, algorithm):
     """Many calls without the host, each with other inputs; then in a graph. The same bits."""
-    m, k, n = 21, 20, 24
-    with copy_engines(engines):
-        plan = tdx.MatmulReduceScatter(world, (m * world.size, k), (k, n), dtype, config=SMALL)
+    m, k, n = 41, 20, 24
+    with many_blocks():
+        plan = tdx.MatmulReduceScatter(
+            world, (m * world.size, k), (k, n), dtype, config=SMALL, algorithm=algorithm
+        )
     given = [operands(world.rank, m * world.size, k, n, dtype, i) for i in range(12)]
     loaded = [[world.array(v, symmetric=False) for v in pair] for pair in given]
     outs = [world.empty((m, n), dtype, symmetric=False) for _ in given]
@@ -176,29 +182,36 @@ def case_repetition_and_graphs(world, dtype, engines):
             assert_same_bits(plan(x, y).numpy(), out.numpy(), i)
 
 
-@worlds(2, 4)
-def case_copy_engines_give_the_same_bits(world):
+@worlds(1, 2, 4)
+def case_both_algorithms_give_the_same_bits(world):
     """Also of ranks with nothing to add, with a bias, and of ragged tiles."""
     for m, k, n in SHAPES[2:]:
         k = 0 if world.rank == 1 else k
         a, b = operands(world.rank, m * world.size, k, n, "bfloat16")
         x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
         bias = world.array(values(8, n, "bfloat16"), symmetric=False)
-        results = []
-        for engines in (False, True):
-            with copy_engines(engines):
-                plan = tdx.MatmulReduceScatter(
-                    world, a.shape, b.shape, "bfloat16", config=Config(16, 32, 32, num_warps=4),
-                    bias=True, activation="silu", partial_dtype="float32",
-                )  # fmt: skip
-            assert (plan._push is not None) == (engines and not plan._together)
-            results.append(plan(x, y, bias=bias).numpy())
-        assert_same_bits(*results)
+        config = Config(16, 32, 32, num_warps=4)
+        for more, extras in (({"bias": True, "activation": "silu"}, {"bias": bias}), ({}, {})):
+            for partial in ("float32", None):
+                options = {"config": config, "partial_dtype": partial, **more}
+                results = []
+                for algorithm, blocks in (
+                    ("unfused", contextlib.nullcontext), ("fused", contextlib.nullcontext),
+                    ("fused", many_blocks),
+                ):  # fmt: skip
+                    with blocks():
+                        plan = tdx.MatmulReduceScatter(
+                            world, a.shape, b.shape, "bfloat16", algorithm=algorithm, **options
+                        )
+                    results.append(plan(x, y, **extras).numpy())
+                assert_same_bits(*results[:2])
+                assert_same_bits(*results[1:])
 
 
 @worlds(2)
 def case_bad_arguments(world):
     x, y = world.zeros((4, 8), "float32"), world.zeros((8, 5), "float32")
+    square = world.zeros((8, 8), "float32")
     call = tdx.matmul_reduce_scatter
     for kind, words, attempt in [
         (InvalidArgument, "differ in K", lambda: call(x, y.T)),
@@ -209,8 +222,11 @@ def case_bad_arguments(world):
         (InvalidArgument, "activation='tanh'", lambda: call(x, y, activation="tanh")),
         (InvalidArgument, "bias", lambda: call(x, y, bias=x[0])),
         (InvalidArgument, "algorithm='ring'", lambda: call(x, y, algorithm="ring")),
+        (InvalidArgument, "block_m=", lambda: call(x, y, config=LONG, algorithm="fused")),
         (InvalidArgument, "scale_b is for", lambda: call(x, y, scale_b=1.0)),
         (InvalidArgument, "shape", lambda: call(x, y, out=x)),
+        (InvalidArgument, "overlaps", lambda: call(x, square, out=x[:2])),
+        (InvalidArgument, "overlaps", lambda: call(x, square, out=square[3:5], algorithm="fused")),
     ]:
         with pytest.raises(kind, match=words):
             attempt()
