@@ -26,6 +26,7 @@ __all__ = ["Job"]
 
 _FAILED_GRACE_S = 0.3  # for the exit handlers of a rank that failed
 _LAUNCHER_GRACE_S = 0.5  # between the launcher's end and the last news of its ranks
+_LAUNCHER_END_S = 10.0  # between the end of all ranks and the launcher's, which says why
 _EXIT_GRACE_S = protocol.TERM_GRACE_S + 0.5
 _MAX_LINE = 1 << 20  # longer lines are passed on in pieces
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -106,16 +107,23 @@ class Job:
                     self._time_out()
                 elif self._launcher.poll() is not None:
                     self._end_at = now + _LAUNCHER_GRACE_S
+                elif self._have_all_ended():
+                    self._end_at = now + _LAUNCHER_END_S
             elif now > self._end_at:
                 break
 
     def _is_over(self) -> bool:
         ranks = self._ranks.values()
-        if len(ranks) < self._size:
-            return False
-        # Where a rank is lost, MPI_Finalize of the others may never return.
-        has_lost = self._exit_code != 0
-        return all(rank.has_ended or (has_lost and rank.is_finished) for rank in ranks)
+        if self._exit_code != 0 and len(ranks) == self._size:
+            # Where a rank is lost, MPI_Finalize of the others may never return.
+            return all(rank.has_ended or rank.is_finished for rank in ranks)
+        # Why ranks ended that said nothing (MPI_Abort) is known when the launcher has ended.
+        are_known = all(rank.code is not None for rank in ranks)
+        return self._have_all_ended() and (are_known or self._launcher.poll() is not None)
+
+    def _have_all_ended(self) -> bool:
+        ranks = self._ranks.values()
+        return len(ranks) == self._size and all(rank.has_ended for rank in ranks)
 
     def _accept(self, listener: socket.socket) -> None:
         channel, _ = listener.accept()

@@ -265,6 +265,29 @@ def test_bare_launcher_works_too(script):
     assert done.stdout.count("bare 3") == 3
 
 
+def test_code_of_abort_comes_from_a_launcher_that_ends_after_the_ranks(script, tmp_path):
+    path = script("comm.Abort(5) if rank == 1 else time.sleep(1000)")
+    late = tmp_path / "late_launcher"
+    late.write_text('#!/bin/sh\n"$@"\ncode=$?\nsleep 1\nexit $code\n')
+    late.chmod(0o755)
+    program = f"""
+import os
+from tdx.tools.job import Job
+from tdx.tools.launcher import find_launcher
+launcher = [{str(late)!r}, *find_launcher().command(2)]
+raise SystemExit(Job(2, launcher, ["-f", {path!r}], environment=dict(os.environ)).run())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=tdx_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 5, done.stderr
+    assert leftovers(path) == []
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
