@@ -167,6 +167,26 @@ def test_dot(world, dtype):
     assert (out.numpy() == a.astype(np.float32) @ b.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16, F16], ids=str)
+@pytest.mark.parametrize("n", [16, 64])
+def test_bits_of_dot_do_not_depend_on_the_place_in_the_tile(world, dtype, n):
+    generator = np.random.default_rng(n)
+    a = np.repeat(generator.standard_normal((1, n)), n, 0).astype(dtype)
+    b = np.repeat(generator.standard_normal((n, 4)), n // 4, 1).astype(dtype)
+    out = world.empty((n, n), np.float32)
+    _dot[(1,)](world.array(a), world.array(b), out, N=n)
+    found = out.numpy().view(np.int32)
+    assert (found == found[0]).all()
+    assert len(np.unique(found)) == 4
+
+
+def test_dot_may_overflow(world):
+    out = world.empty((16, 16), np.float32)
+    huge = world.array(np.full((16, 16), 3e38, np.float32))
+    _dot[(1,)](huge, huge, out, N=16)
+    assert (out.numpy() == np.inf).all()
+
+
 def test_fma_rounds_once(world):
     n = 1024
     a, b, c = (_values(BF16, n, s) for s in (1, 2, 3))

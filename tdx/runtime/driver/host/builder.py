@@ -126,14 +126,16 @@ class HostBuilder(interpreter.InterpreterBuilder):
         return TensorHandle(from_float32(np.array([value]), tl.bfloat16), tl.bfloat16)
 
     def create_dot(self, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> TensorHandle:
-        exact = np.float64 if d.data.dtype == np.float64 else np.float32
         if d.data.dtype.kind in "iu":
             return super().create_dot(a, b, d, precision, imprecise)
-        # in one order: the bits that BLAS gives depend on it
-        left, right = (_wide(x).astype(exact, order="C", copy=False) for x in (a, b))
+        # BLAS sums rows in orders that depend on their place in the tile (OpenBLAS with AVX2), on
+        # memory order and on the machine: of float32 that shows once in about 1e8 elements so
+        left, right = (_wide(x).astype(np.float64, order="C", copy=False) for x in (a, b))
         with _one_blas_thread():
             product = np.matmul(left, right)
-        return TensorHandle((product + d.data).astype(d.data.dtype, copy=False), d.dtype.scalar)
+        with np.errstate(over="ignore"):
+            total = (product + d.data).astype(d.data.dtype, copy=False)
+        return TensorHandle(total, d.dtype.scalar)
 
     # ---- scheduling points
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
