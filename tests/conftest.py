@@ -27,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="backend of rank cases and examples; on GPUs worlds are at most as large as their "
         "number. All other tests run on the host tier, but for those marked gpu",
     )
+    parser.addoption(
+        "--tdx-ranks",
+        type=int,
+        help="ranks of the largest world; default: of as many as there are GPUs, or of any",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def most_ranks(request: pytest.FixtureRequest) -> int:
     """The largest world on the backend that was asked for."""
-    return _largest_world(request.config.getoption("--tdx-backend"))
+    return _largest_world(request.config)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -71,7 +76,7 @@ class CaseFile(pytest.File):
     def collect(self) -> Iterator[CaseItem]:
         relative = self.path.relative_to(ROOT).with_suffix("")
         module = importlib.import_module(".".join(relative.parts))
-        largest = _largest_world(self.config.getoption("--tdx-backend"))
+        largest = _largest_world(self.config)
         for name, case in vars(module).items():
             if not name.startswith("case_") or case.__module__ != module.__name__:
                 continue
@@ -135,7 +140,10 @@ def _needs_gpu(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None
 
 
-def _largest_world(backend: str) -> int:
+def _largest_world(config: pytest.Config) -> int:
+    backend, given = config.getoption("--tdx-backend"), config.getoption("--tdx-ranks")
+    if given is not None:
+        return int(given)
     if backend == "host":
         return 1 << 30
     command = ["nvidia-smi", "-L"] if backend == "cuda" else ["rocm-smi", "--showid", "--csv"]
