@@ -52,17 +52,17 @@ def enter_kernel(progress, credit, epoch, world, chunks):
     tl.store(epoch, number)
 
 
-@triton.jit(do_not_specialize=["peer", "chunk", "chunks", "count"])
-def grant_kernel(progress, credit, epoch, world, finished, sent, peer, chunk, chunks, count):
+@triton.jit(do_not_specialize=["peer", "word", "chunks", "count"])
+def grant_kernel(progress, credit, epoch, world, finished, sent, peer, word, chunks, count):
     """Wait until a chunk for `peer` may be copied; the copies set its signals to `sent`.
 
-    Every call adds `count` to what is `finished` of it, if anything has to be.
+    Every call adds `count` to `word` of `finished`, if anything has to be.
     """
     me = tdl.rank(world)
     number = tl.load(epoch)
     ok = tdl.wait(credit + peer, world, number, peer=peer)
     if count > 0:
-        ok = tdl.wait(finished + peer * chunks + chunk, world, number * count, peer=me) & ok
+        ok = tdl.wait(finished + word, world, number * count, peer=me) & ok
     if ok:
         if tdl.no_fault(world):
             tl.store(sent + peer, number)
@@ -122,6 +122,11 @@ class CopyPush:
     finished, counts
         (W * chunks) words of int32: chunk c for a peer is there when every call has added
         `counts[c]` to its. It should be made for the next rank first, and so on.
+    common : bool
+        All peers get the same: `finished` has (chunks) words, of which the first should be there
+        first.
+    behind : CopyPush, optional
+        One which is started, and joined, before this: what it copies goes first.
 
     Attributes
     ----------
@@ -134,34 +139,37 @@ class CopyPush:
     def __init__(
         self, plan: Plan, signals: tuple[Any, ...], chunks: int,
         pieces: Callable[[int, int], Sequence[tuple[Array, int, Array | None, int, int]]],
-        finished: Array | None = None, counts: Sequence[int] = (0,),
+        finished: Array | None = None, counts: Sequence[int] = (0,), common: bool = False,
+        behind: CopyPush | None = None,
     ):  # fmt: skip
         group, world = plan.group, plan.world
         progress, credit = signals[:2]
         peers = group.size - 1
         self._driver = world.driver
-        self._beside = Beside(world, peers if finished is None else min(1, peers))
+        streams = peers if finished is None else min(1, peers)
+        self._beside = behind._beside if behind is not None else Beside(world, streams)
         self.join = self._beside.join
         sent = world.zeros((group.size,), np.int32, symmetric=False)
         self._kept = sent
         self._work: list[tuple[int, Callable[..., None] | _Copy]] = []  # with the stream
-        for hop in range(1, group.size):
-            peer = (group.rank + hop) % group.size
-            side = self._beside.streams[(hop - 1) % len(self._beside.streams)].handle
-            for chunk in range(chunks):
-                if chunk < len(counts):
-                    grant = plan.bind(
-                        grant_kernel, 1, (), *signals, credit if finished is None else finished,
-                        sent, peer, chunk, chunks, counts[chunk], num_warps=1,
-                    )  # fmt: skip
-                    self._work.append((side, grant))
-                for array, offset, source, begin, nbytes in pieces(peer, chunk):
-                    place = array.peer(group.ranks[peer])._address + offset
-                    first = begin if source is None else source._address + begin
-                    self._work.append((side, (place, first, nbytes, source is None)))
-                signal = progress.peer(group.ranks[peer])._address
-                signal += 4 * (group.rank * chunks + chunk)
-                self._work.append((side, (signal, sent._address + 4 * peer, 4, False)))
+        order = [(hop, chunk) for hop in range(peers) for chunk in range(chunks)]
+        for hop, chunk in sorted(order, key=lambda turn: turn[1]) if common else order:
+            peer = (group.rank + 1 + hop) % group.size
+            side = self._beside.streams[hop % len(self._beside.streams)].handle
+            if chunk < len(counts):
+                grant = plan.bind(
+                    grant_kernel, 1, (), *signals, credit if finished is None else finished, sent,
+                    peer, chunk if common else peer * chunks + chunk, chunks, counts[chunk],
+                    num_warps=1,
+                )  # fmt: skip
+                self._work.append((side, grant))
+            for array, offset, source, begin, nbytes in pieces(peer, chunk):
+                place = array.peer(group.ranks[peer])._address + offset
+                first = begin if source is None else source._address + begin
+                self._work.append((side, (place, first, nbytes, source is None)))
+            signal = progress.peer(group.ranks[peer])._address
+            signal += 4 * (group.rank * chunks + chunk)
+            self._work.append((side, (signal, sent._address + 4 * peer, 4, False)))
 
     def start(self, stream: int, x: Operand | None = None) -> int:
         """Queue all of it, behind what is queued on `stream` now; returns a stream of it.

@@ -1,22 +1,28 @@
-"""Matrix product and all-reduce in one kernel: C = act(sum over ranks of A . B, + bias) on all.
+"""Matrix product and all-reduce in one: C = act(sum over ranks of A . B, + bias) on all ranks.
 
-Every rank multiplies its A (M, K_local) by its B (K_local, N). Persistent blocks compute partial
-tiles and push each to the rank that owns it as soon as it is finished, with a signal:
+Every rank multiplies its A (M, K_local) by its B (K_local, N).
 
-two_shot  Each tile has one owner. A rank computes the next ranks' tiles first and its own last,
-          then adds the partials of its own tiles as they arrive, in rank order, pushes the finished
-          tiles to all, and takes what the other owners push: 2 * (W - 1) / W * M * N elements out,
-          two hops.
-one_shot  Every rank owns every tile: it pushes its partials to all and adds all ranks' itself.
-          (W - 1) * M * N elements out, one hop, for the few rows of decoding.
+one_shot     One kernel. Its persistent blocks push each partial tile to all ranks as soon as it is
+             finished, with a signal, and add all ranks' partials of every tile as they arrive.
+             (W - 1) * M * N elements out, one hop, for the few rows of decoding.
+two_shot     One kernel. Each tile has one owner. A rank computes the next ranks' tiles first and
+             its own last, then adds the partials of its own tiles, pushes the finished tiles to
+             all, and takes what the other owners push. 2 * (W - 1) / W * M * N elements out, two
+             hops.
+copy_engine  Each rank owns rows. Partials go to their owners as in matmul_reduce_scatter.py, where
+             an own tile is summed as soon as it is computed; copy engines send a chunk of own rows
+             to all as soon as its tiles are summed. A second kernel takes what the others send.
+             As many elements, hidden behind the product but for the last chunk of rows.
+unfused      The product, then an all-reduce: see product_first.py.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for one
-Config are the same on every run, rank and for both algorithms: each partial is one block's sum over
+Config are the same on every run, rank and for all algorithms: each partial is one block's sum over
 K, rounded once, and the ranks' partials are added in float32 from rank 0 upwards. No atomics.
 
-Ordering: places for partials are used in turn by calls' parity. A rank in call n + 2 has finished
-call n + 1, for which every owner of a tile had left call n. One place is enough for finished tiles:
-an owner has then a partial of this call from every rank, all of which have left the call before.
+Ordering: in one kernel, places for partials are used in turn by calls' parity. A rank in call n + 2
+has finished call n + 1, for which every owner of a tile had left call n. One place is enough for
+finished tiles: an owner has then a partial of this call from every rank, all of which have left the
+call before. Copy engines write with the credit that a rank gives as it enters a call.
 """
 
 from __future__ import annotations
@@ -28,21 +34,21 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.matmul import (
-    finish_tile,
-    grouped_tile,
-    known,
-    known_strides,
-    tile_product,
-)
-from tdx.kernels.operand import elements
+from tdx.kernels.all_reduce import AllReduce
+from tdx.kernels.copy_push import CopyPush
+from tdx.kernels.copying import copy_share
+from tdx.kernels.matmul import finish_tile, grouped_tile, known, known_strides, tile_product
+from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows, chunk_tiles
+from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, takes_options
-from tdx.kernels.reduced_product import ReducedProduct, reduced_product
-from tdx.kernels.select import cheapest, constants
+from tdx.kernels.product_first import ProductFirst
+from tdx.kernels.reduced_product import ReducedProduct, Way, check_height, reduced_product
+from tdx.kernels.select import block_elements, cheapest, constants
+from tdx.runtime.array import Array
 
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
-ALGORITHMS = ("one_shot", "two_shot")
+ALGORITHMS = ("one_shot", "two_shot", "copy_engine", "unfused")
 _SIZES = [
     "owned", "rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
 ]  # fmt: skip
@@ -149,11 +155,41 @@ def fused_kernel(
                 _store(c, value, row, col, columns, inside & ok, BM, BN)
 
 
+@triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
+def take_kernel(
+    c, results, progress, epoch, world, rows, whole, columns, chunks,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows of other owners to c, CHUNK rows at a time as they arrive."""
+    columns = known(columns, EVEN)
+    me = tdl.rank(world)
+    ranks = tdl.num_ranks(world)
+    number = tl.load(epoch)
+    for chunk in range(0, chunks):
+        for hop in range(1, ranks):
+            peer = (me + ranks - hop) % ranks
+            ok = tdl.wait(progress + peer * chunks + chunk, world, number, peer=peer)
+            first = peer.to(tl.int64) * rows + chunk * CHUNK
+            count = tl.minimum(tl.minimum(CHUNK, rows - chunk * CHUNK), whole - first)
+            if ok & (count > 0):
+                at = first * columns
+                copy_share(
+                    c + at, results + at, count * columns, tl.program_id(0), tl.num_programs(0),
+                    BLOCK,
+                )  # fmt: skip
+    for hop in range(1, ranks):
+        peer = (me + ranks - hop) % ranks
+        for chunk in range(0, chunks):  # see copy_push.py
+            tdl.wait(progress + peer * chunks + chunk, world, number, peer=peer)
+
+
 class MatmulAllReduce(ReducedProduct):
     """A matrix product and all-reduce of one shape and dtype, ready to be called.
 
-    Without `config` K_local is a multiple of 16 on all ranks, or on none. `algorithm` is "one_shot"
-    or "two_shot"; the other parameters, and the errors, are those of ReducedProduct.
+    `algorithm` is "one_shot", "two_shot", "copy_engine", with a `config` of block_m <= 512, or
+    "unfused", of which errors may name the all_reduce. With the first two, and no `config`, K_local
+    is a multiple of 16 on all ranks, or on none. `out` must not overlap a or b. The other
+    parameters, and the errors, are those of ReducedProduct.
     """
 
     operation = "matmul_all_reduce"
@@ -161,7 +197,9 @@ class MatmulAllReduce(ReducedProduct):
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         self._rows = elements(self.shape_a[:-1])
-        count, size, backend = self._rows * self.shape_b[1], self.group.size, self.world.backend
+        k, n = self.shape_b
+        self.out_shape = (*self.shape_a[:-1], n)
+        count, size, backend = self._rows * n, self.group.size, self.world.backend
         partial, result = self.partial_dtype.itemsize, self.product.out_dtype.itemsize
         sent = {
             "one_shot": (size - 1) * count * partial,
@@ -169,64 +207,105 @@ class MatmulAllReduce(ReducedProduct):
         }
         if algorithm is None:
             algorithm = "one_shot" if size == 1 else cheapest(backend, sent)
-        k, n = self.shape_b
-        return self.product.tile(config, self.world, self._rows, n, k), algorithm
+        self.same_tile = algorithm in sent
+        rows, parts = self._rows, 1
+        if algorithm == "copy_engine":
+            check_height(config, algorithm, constants(backend).gathered_rows)
+            rows, parts = -(-rows // size), size
+        return self.product.tile(config, self.world, rows, n, k, parts), algorithm
 
-    def _build(self, buffer: bool) -> None:
-        size, config, whole = self.group.size, self.config, self.algorithm == "one_shot"
-        tile, columns = config.block_m * config.block_n, self.shape_b[1]
-        self._tiles = -(-self._rows // config.block_m) * -(-columns // config.block_n)
-        owned = max(1, self._tiles if whole else -(-self._tiles // size))
-        partials = self.workspace("partials", (2 * size * owned * tile,), self.partial_dtype)
-        kept = 1 if whole else max(1, self._tiles)  # finished tiles of other owners
-        results = self.workspace("results", (kept * tile,), self.product.out_dtype)
-        arrived = self.workspace("partial_tiles", (size * owned,), "int32")
-        finished = self.workspace("finished_tiles", (kept,), "int32")
-        most = constants(self.world.backend).matmul_blocks
-        self._blocks = self.blocks_for(max(1, self._tiles), most)
+    def _build(self) -> Way:
+        if self.algorithm == "unfused":
+            return ProductFirst(self, AllReduce)
+        return (_CopyEngine if self.algorithm == "copy_engine" else _OneKernel)(self)
+
+
+class _OneKernel:
+    """Workspaces and the kernel of one_shot and two_shot. A Way."""
+
+    def __init__(self, plan: MatmulAllReduce):
+        size, config, whole = plan.group.size, plan.config, plan.algorithm == "one_shot"
+        rows, columns = plan._rows, plan.shape_b[1]
+        tile = config.block_m * config.block_n
+        tiles = -(-rows // config.block_m) * -(-columns // config.block_n)
+        owned = max(1, tiles if whole else -(-tiles // size))
+        partials = plan.workspace("partials", (2 * size * owned * tile,), plan.partial_dtype)
+        kept = 1 if whole else max(1, tiles)  # finished tiles of other owners
+        results = plan.workspace("results", (kept * tile,), plan.product.out_dtype)
+        arrived = plan.workspace("partial_tiles", (size * owned,), "int32")
+        finished = plan.workspace("finished_tiles", (kept,), "int32")
+        most = constants(plan.world.backend).matmul_blocks
+        self._blocks = plan.blocks_for(max(1, tiles), most)
         self._shared = (
-            partials, results, arrived, finished, self.channel(self._blocks), self.group.handle,
-            owned, self._rows, columns,
+            partials, results, arrived, finished, plan.channel(self._blocks), plan.group.handle,
+            owned,
         )  # fmt: skip
-        self.out_shape = (*self.shape_a[:-1], columns)
-        self._out = self.result_buffer(self.out_shape, self.product.out_dtype, buffer)
+        self._named = {"RANKS": size, "ONE_SHOT": whole}
         self._kernels: dict[Any, Callable[..., None]] = {}
-        usual = (self.shape_a[-1], 1, columns, 1)
-        if self.product.prepares(config, self._sizes(usual)):
-            self._kernel(usual, (0, 0), self.dtype, True)
 
-    def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
-        """Queue the operation; returns `out`, or the plan's buffer when it is None.
+    def run(
+        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
+    ) -> None:
+        """Queue a call."""
+        multiply(handle, *ops)
 
-        `out` must not overlap a or b. `extras`: bias, scale_a and scale_b, as matmul has them.
-        """
-        ops, strides, steps = self._operands(a, b, out, **extras)
-        aligned = not (ops[0].address | ops[1].address) % 16
-        run = self._kernel(strides, steps, ops[-1].dtype, aligned)
-        handle = self.begin(stream, *ops)
-        if self._tiles:
-            run(handle, *ops)
-        return self._out if out is None else out
-
-    def _kernel(
-        self, strides: tuple[int, ...], steps: tuple[int, int], bias: Any, aligned: bool
-    ) -> Callable[..., None]:
+    def kernel(self, plan: Any, *layout: Any) -> Callable[..., None]:
         """The kernel for operands so laid out, bound at first use."""
-        key = (strides, steps, bias, aligned)
-        if key not in self._kernels:
-            product, k = self.product, self.shape_b[0]
-            sizes = self._sizes(strides)
-            described = product.described(self.world, self.config, sizes, aligned)
-            scale = product.scale_dtype
-            a, b = product.kinds(self.config, described, sizes)
-            self._kernels[key] = self.bind(
-                fused_kernel, self._blocks,
-                (a, b, scale, scale, product.out_dtype, bias),
-                *self._shared, k, *strides, **product.constants, RANKS=self.group.size,
-                ONE_SHOT=self.algorithm == "one_shot",
-                **product.product_constants(self.config, sizes, steps, described),
+        if layout not in self._kernels:
+            strides, steps, bias, aligned = layout
+            product, config, sizes = plan.product, plan.config, plan._sizes(strides)
+            described = product.described(plan.world, config, sizes, aligned)
+            scale, kinds = product.scale_dtype, product.kinds(config, described, sizes)
+            self._kernels[layout] = plan.bind(
+                fused_kernel, self._blocks, (*kinds, scale, scale, product.out_dtype, bias),
+                *self._shared, *sizes, **product.constants, **self._named,
+                **product.product_constants(config, sizes, steps, described),
             )  # fmt: skip
-        return self._kernels[key]
+        return self._kernels[layout]
+
+
+class _CopyEngine(Fused):
+    """The reduce-scatter of matmul_reduce_scatter.py, and a gather of each chunk of own rows."""
+
+    def __init__(self, plan: MatmulAllReduce):
+        world, size, rank = plan.world, plan.group.size, plan.group.rank
+        whole, columns, kind = plan._rows, plan.shape_b[1], plan.product.out_dtype
+        rows, line = -(-whole // size), columns * kind.itemsize
+        height = chunk_rows(rows, constants(world.backend).gathered_rows)
+        super().__init__(plan, rows, height)
+        counts = chunk_tiles(plan.config, rows, columns, height)
+        results = plan.workspace("results", (size, max(1, rows * columns)), kind)
+        self.progress = plan.workspace("summed", (size * len(counts),), "int32", len(counts))
+
+        def pieces(peer: int, chunk: int) -> list[tuple[Array, int, Array | None, int, int]]:
+            first = rank * rows + chunk * height
+            count = min(height, rows - chunk * height, whole - first)
+            return [(results, first * line, None, first * line, count * line)] if count > 0 else []
+
+        self._gather: CopyPush | None = None
+        if self.push is not None:
+            self._gather = CopyPush(
+                plan, (self.progress, *self.meeting), len(counts), pieces, self.made, counts,
+                common=True, behind=self.push,
+            )  # fmt: skip
+            block = block_elements(world.backend, min(height, rows) * columns)
+            self._take = plan.bind(
+                take_kernel, plan.blocks_for(-(-rows * columns // block)), (kind,), results,
+                self.progress, *self.meeting[1:], rows, whole, columns, len(counts),
+                CHUNK=height, BLOCK=block, EVEN=columns % 16 == 0, num_warps=8,
+            )  # fmt: skip
+
+    def run(
+        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
+    ) -> None:
+        """Queue a call."""
+        self.start(handle)
+        if self._gather is not None:
+            self._gather.start(handle, ops[4])
+        multiply(handle, *ops)
+        if self._gather is not None:
+            self._take(handle, ops[4])
+        self.join(handle)
 
 
 @takes_options(ProductOptions)
@@ -241,7 +320,7 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}
         In what partial sums travel; None: the output's dtype.
-    algorithm : {"one_shot", "two_shot"}, optional
+    algorithm : {"one_shot", "two_shot", "copy_engine", "unfused"}, optional
     bias : array, optional
         (N,), added once, after the reduction, then the activation; the same on every rank.
     scale_a, scale_b : optional

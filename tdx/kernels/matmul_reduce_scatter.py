@@ -9,8 +9,8 @@ fused    Persistent blocks compute the tiles of the next rank's rows first and t
          it, when those of the peers are there.
          W ranks: (W - 1) / W * M * N * partial itemsize bytes out of each rank, hidden behind
          2 * M * N * K_local operations but for the last rows.
-unfused  The product, then a reduce-scatter, for few rows: those take less time to send than copy
-         engines take to begin.
+unfused  The product, then a reduce-scatter (product_first.py), for few rows: those take less time
+         to send than copy engines take to begin.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for
 one Config are the same on every run and for both algorithms: each partial is one block's sum over
@@ -23,52 +23,48 @@ enters that call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import triton
 import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush, enter_kernel
-from tdx.kernels.matmul import (
-    bind_matmul,
-    grouped_tile,
-    known,
-    known_strides,
-    store_tile,
-    tile_product,
-)
-from tdx.kernels.operand import Operand, elements, operand, overlap
+from tdx.kernels.matmul import grouped_tile, known, known_strides, store_tile, tile_product
+from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_options
+from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.reduce_scatter import ReduceScatter
-from tdx.kernels.reduced_product import ReducedProduct, reduced_product
+from tdx.kernels.reduced_product import ReducedProduct, Way, check_height, reduced_product
 from tdx.kernels.select import constants, follows, power_of_two
 from tdx.runtime.array import Array
 from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["ALGORITHMS", "MatmulReduceScatter", "matmul_reduce_scatter"]
+__all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"]
 
 ALGORITHMS = ("fused", "unfused")
 _SIZES = [
-    "rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn", "chunks",
+    "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
+    "chunks",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def fused_kernel(
-    a, b, scale_a, scale_b, c, bias, partials, outgoing, finished, signals, credit, epoch, world,
-    rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn, chunks,
+    a, b, scale_a, scale_b, c, bias, partials, outgoing, finished, made, signals, credit, epoch,
+    world, rows, whole, columns, depth, stride_am, stride_ak, stride_bk, stride_bn, chunks,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
     EVEN: tl.constexpr, DESCRIBED: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr,
+    OWN_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of all owners' `rows` rows, the next rank's first, and sum the own ones.
 
-    Peers' tiles go to `outgoing`, and are counted in `finished`, for each CHUNK of rows. Tiles are
-    put away in 1 or 4 PIECES.
+    There are `whole` rows of all owners, of which the last may have fewer. Peers' tiles go to
+    `outgoing`, and are counted in `finished`, for each CHUNK of rows. Tiles are put away in 1 or 4
+    PIECES. If OWN_CHUNK is 0, c has the own rows. Else it has all, the own tiles are counted in
+    `made`, for each OWN_CHUNK of rows, and one chunk is finished before the next.
     """
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
@@ -80,12 +76,20 @@ def fused_kernel(
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
     tiles = tiles_m * tiles_n
+    own = c
+    if OWN_CHUNK > 0:
+        own += me.to(tl.int64) * rows * columns
+    OWN_GROUP: tl.constexpr = OWN_CHUNK // BM if OWN_CHUNK < GROUP_M * BM else GROUP_M
     for index in range(tl.program_id(0), tiles * ranks, tl.num_programs(0)):
         owner = (me + 1 + index // tiles) % ranks
         row, col = grouped_tile(index % tiles, tiles_m, tiles_n, GROUP_M)
+        if OWN_CHUNK > 0:  # noqa: SIM102 (known when compiled)
+            if owner == me:
+                row, col = grouped_tile(index % tiles, tiles_m, tiles_n, OWN_GROUP)
         part = owner.to(tl.int64) * rows
+        count = tl.minimum(rows, whole - part).to(tl.int32)
         total = tile_product(
-            a, b, scale_a, scale_b, part, row, col, rows, columns, depth,
+            a, b, scale_a, scale_b, part, row, col, count, columns, depth,
             stride_am, stride_ak, stride_bk, stride_bn,
             BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
         )  # fmt: skip
@@ -96,12 +100,14 @@ def fused_kernel(
         pieces = _quarters(total, BM, BN) if PIECES == 4 else (total,)
         for i in tl.static_range(PIECES):  # with as much fewer registers
             _put(
-                c, bias, pieces[i], partials, outgoing, row, col * PIECES + i, rows, columns, owner,
-                world, ok, BM, BN // PIECES, HAS_BIAS, ACTIVATION,
+                own, bias, pieces[i], partials, outgoing, row, col * PIECES + i, rows, count,
+                columns, owner, world, ok, BM, BN // PIECES, HAS_BIAS, ACTIVATION,
             )  # fmt: skip
         if owner != me:
             signal = finished + owner * chunks + row * BM // CHUNK
             tdl.notify(signal, me, world, 1, op="add")
+        elif OWN_CHUNK > 0:
+            tdl.notify(made + row * BM // OWN_CHUNK, me, world, 1, op="add")
     for chunk in range(0, chunks):
         _wait_each(signals + chunk, credit, ranks, chunks, world, epoch)  # see copy_push.py
 
@@ -130,7 +136,7 @@ def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _put(
-    c, bias, own, partials, outgoing, row, col, rows, columns, owner, world, ok,
+    c, bias, own, partials, outgoing, row, col, rows, count, columns, owner, world, ok,
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Store a partial of a peer's tile; of an own one the sum with the peers', in rank order."""
@@ -139,7 +145,7 @@ def _put(
     size = tl.cast(rows, tl.int64) * columns
     if owner != me:
         store_tile(
-            outgoing + owner * size, own, bias, row, col, rows, columns, columns, ok, BM, BN,
+            outgoing + owner * size, own, bias, row, col, count, columns, columns, ok, BM, BN,
             False, "none",
         )  # fmt: skip
     else:
@@ -148,7 +154,7 @@ def _put(
         first_row = tl.cast(row, tl.int64) * BM
         first_column = tl.cast(col, tl.int64) * BN
         at = rm[:, None] * columns + rn[None, :]
-        inside = (rm[:, None] < rows - first_row) & (rn[None, :] < columns - first_column) & ok
+        inside = (rm[:, None] < count - first_row) & (rn[None, :] < columns - first_column) & ok
         part = partials + first_row * columns + first_column
         own = own.to(partials.dtype.element_ty).to(tl.float32)
         total = tl.full((BM, BN), -0.0, tl.float32)  # with which a sum is the other summand
@@ -160,29 +166,7 @@ def _put(
                 total += tl.where(peer == me, own, value)
                 part += size
         store_tile(
-            c, total, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION
-        )
-
-
-@triton.jit(do_not_specialize=["rows", "columns"])
-def finish_kernel(
-    total, c, bias, world, rows, columns,
-    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """c = act(total + bias), rounded once."""
-    columns = known(columns, EVEN)
-    ok = tdl.no_fault(world)
-    tiles_n = tl.cdiv(columns, BN)
-    rm = tl.arange(0, BM)
-    rn = tl.arange(0, BN)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, BM) * tiles_n, tl.num_programs(0)):
-        row, col = tile // tiles_n, tile % tiles_n
-        at = (row * BM + rm).to(tl.int64)[:, None] * columns + col * BN + rn[None, :]
-        inside = (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN)
-        value = tl.load(total + at, mask=inside, other=0.0)
-        store_tile(
-            c, value, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION
+            c, total, bias, row, col, count, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION
         )
 
 
@@ -190,13 +174,12 @@ class MatmulReduceScatter(ReducedProduct):
     """A matrix product and reduce-scatter of one shape and dtype, ready to be called.
 
     `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; `algorithm` is "fused", with a
-    `config` of block_m <= 1024, or "unfused", of which errors may name the reduce_scatter. The
-    other parameters, and the errors, are those of ReducedProduct.
+    `config` of block_m <= 1024, or "unfused", of which errors may name the reduce_scatter. `out`
+    must not overlap a or b. The other parameters, and the errors, are those of ReducedProduct.
     """
 
     operation = "matmul_reduce_scatter"
     algorithms = ALGORITHMS
-    same_tile = False
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         first, size = self.shape_a[0], self.group.size
@@ -204,71 +187,59 @@ class MatmulReduceScatter(ReducedProduct):
             raise InvalidArgument(
                 f"a's first axis, {first}, is no multiple of the {size} ranks; pad it"
             )
-        rows = elements(self.shape_a[:-1])
+        rows, self.same_tile = elements(self.shape_a[:-1]), False
         self._rows = rows // size
         depth, columns = self.shape_b
+        self.out_shape = (first // size, *self.shape_a[1:-1], columns)
         if algorithm is None:
             nbytes = self._rows * columns * self.partial_dtype.itemsize
             later = follows(self.world.backend, self._rows, nbytes, size)
             algorithm = "unfused" if later else "fused"
-        most = constants(self.world.backend).scattered_rows
-        if config is not None and algorithm == "fused" and config.block_m > most:
-            raise InvalidArgument(f'block_m={config.block_m} must be <= {most} for "fused"')
+        if algorithm == "fused":
+            check_height(config, algorithm, constants(self.world.backend).scattered_rows)
         m, parts = (self._rows, size) if algorithm == "fused" else (rows, 1)
         return self.product.tile(config, self.world, m, columns, depth, parts), algorithm
 
-    def _build(self, buffer: bool) -> None:
-        columns, out = self.shape_b[1], self.product.out_dtype
-        self.out_shape = (self.shape_a[0] // self.group.size, *self.shape_a[1:-1], columns)
-        self._out = self.result_buffer(self.out_shape, out, buffer)
-        self._way = (_Fused if self.algorithm == "fused" else _Unfused)(self)
-        usual = (self.shape_a[-1], 1, columns, 1)
-        if self._rows and columns and self.product.prepares(self.config, self._sizes(usual)):
-            self._way.kernel(self, usual, (0, 0), self.dtype, True)
-
-    def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
-        """Queue the operation; returns `out`, or the plan's buffer when it is None.
-
-        `extras`: bias, scale_a and scale_b, as matmul has them.
-        """
-        ops, strides, steps = self._operands(a, b, out, **extras)
-        x, y, _, _, to, vector = ops
-        if overlap(x, to) or overlap(y, to):
-            raise InvalidArgument("out overlaps a or b, read while it is written: pass another")
-        empty, aligned = 0 in to.shape, not (x.address | y.address) % 16
-        run = None if empty else self._way.kernel(self, strides, steps, vector.dtype, aligned)
-        handle = self.begin(stream, *ops)
-        if run is not None:
-            self._way.run(self, run, handle, ops)
-        return self._out if out is None else out
+    def _build(self) -> Way:
+        return (
+            Fused(self, self._rows)
+            if self.algorithm == "fused"
+            else ProductFirst(self, ReduceScatter)
+        )
 
 
-class _Fused:
-    """Workspaces, kernels and copies of the fused algorithm. Part of a plan, not held."""
+class Fused:
+    """Workspaces, kernels and copies of the fused algorithm. A Way.
 
-    def __init__(self, plan: MatmulReduceScatter):
+    Every rank owns `rows` rows, the last ones as many as there are. With `own_chunk` the result has
+    all rows, and `made` counts the own tiles for each so many; else it has the own rows.
+    """
+
+    def __init__(self, plan: ReducedProduct, rows: int, own_chunk: int = 0):
         world, size, config = plan.world, plan.group.size, plan.config
-        rows, columns, kind = plan._rows, plan.shape_b[1], plan.partial_dtype
-        part = max(1, rows * columns)
+        columns, kind = plan.shape_b[1], plan.partial_dtype
+        self._rows, self._own_chunk = rows, own_chunk
         self._tiles = -(-rows // config.block_m) * -(-columns // config.block_n)
-        least = constants(world.backend).scattered_rows
-        self._chunk = max(least, power_of_two(-(-rows // 16)))  # a queue takes about 1000 entries
-        chunks = self._chunks = max(1, -(-rows // self._chunk))
-        counts = [
-            -(-min(self._chunk, rows - first) // config.block_m) * -(-columns // config.block_n)
-            for first in range(0, rows, self._chunk)
-        ]
+        self._chunk = chunk_rows(rows, constants(world.backend).scattered_rows)
+        counts = chunk_tiles(config, rows, columns, self._chunk)
+        chunks = self._chunks = len(counts)
+        part = max(1, rows * columns)
         partials = plan.workspace("partials", (size, part), kind)
-        signals = plan.workspace("sent", (size * chunks,), "int32", chunks)
+        self.signals = plan.workspace("sent", (size * chunks,), "int32", chunks)
         credit = plan.workspace("credit", (size,), "int32")
-        steps = max([1, *counts])
+        steps = max(1, *counts)
         finished = plan.workspace("finished_tiles", (size * chunks,), "int32", steps=steps)
+        self.made = finished
+        if own_chunk:
+            own = chunk_tiles(config, rows, columns, own_chunk)
+            self.made = plan.workspace("own_tiles", (len(own),), "int32", steps=max(1, *own))
         epoch = world.zeros((1,), "int32", symmetric=False)
         outgoing = world.empty((size, part), kind, symmetric=False)
         plan._memory.append(outgoing._block)
-        meeting = (signals, credit, epoch, plan.group.handle)
+        self.meeting = (credit, epoch, plan.group.handle)
+        meeting = (self.signals, *self.meeting)
         self._enter = plan.bind(enter_kernel, 1, (), *meeting, chunks, num_warps=1)
-        self._shared = (partials, outgoing, finished, signals, credit, epoch, plan.group.handle)
+        self._shared = (partials, outgoing, finished, self.made, *meeting)
         rank, line = plan.group.rank, columns * kind.itemsize
 
         def pieces(peer: int, chunk: int) -> list[tuple[Array, int, Array | None, int, int]]:
@@ -277,99 +248,60 @@ class _Fused:
             to, at = (rank * rows + first) * line, (peer * rows + first) * line
             return [(partials, to, outgoing, at, nbytes)]
 
-        self._push: CopyPush | None = None
+        self.push: CopyPush | None = None
         if size > 1 and self._tiles:
-            self._push = CopyPush(plan, meeting, chunks, pieces, finished, counts)
+            self.push = CopyPush(plan, meeting, chunks, pieces, finished, counts)
         self._kernels: dict[Any, Callable[..., None]] = {}
 
-    def run(self, plan: Any, multiply: Any, handle: int, ops: tuple[Operand, ...]) -> None:
+    def run(
+        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
+    ) -> None:
         """Queue a call."""
-        self._enter(handle)
-        if self._push is not None:
-            self._push.start(handle)
+        self.start(handle)
         multiply(handle, *ops)
-        if self._push is not None:
-            self._push.join(handle)
+        self.join(handle)
 
-    def kernel(self, plan: MatmulReduceScatter, *key: Any) -> Callable[..., None]:
-        """That for operands with such (strides, steps, bias, aligned), bound at first use."""
-        if key not in self._kernels:
-            strides, steps, bias, aligned = key
+    def start(self, handle: int) -> None:
+        """Queue what comes before the product, and what runs beside it."""
+        self._enter(handle)
+        if self.push is not None:
+            self.push.start(handle)
+
+    def join(self, handle: int) -> None:
+        """Queue the end of what runs beside the product."""
+        if self.push is not None:
+            self.push.join(handle)
+
+    def kernel(self, plan: Any, *layout: Any) -> Callable[..., None]:
+        """The product for operands so laid out, bound at first use."""
+        if layout not in self._kernels:
+            strides, steps, bias, aligned = layout
             world, product, config = plan.world, plan.product, plan.config
             sizes, size = plan._sizes(strides), plan.group.size
             described = product.described(world, config, sizes, aligned)
-            scale = product.scale_dtype
-            kinds = (
-                *product.kinds(config, described, sizes),
-                scale,
-                scale,
-                product.out_dtype,
-                bias,
-            )
-            beside = 0 if self._push is None else self._push.blocks
-            self._kernels[key] = plan.bind(
+            scale, out = product.scale_dtype, product.out_dtype
+            kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)
+            beside = 0 if self.push is None else self.push.blocks
+            self._kernels[layout] = plan.bind(
                 fused_kernel, blocks_for(world, self._tiles * size, beside), kinds, *self._shared,
-                plan._rows, *sizes[1:], self._chunks, CHUNK=self._chunk, **product.constants,
+                self._rows, *sizes, self._chunks, CHUNK=self._chunk, OWN_CHUNK=self._own_chunk,
                 PIECES=4 if world.backend != "host" and config.block_n >= 64 else 1,
-                **product.product_constants(config, sizes, steps, described),
+                **product.constants, **product.product_constants(config, sizes, steps, described),
             )  # fmt: skip
-        return self._kernels[key]
+        return self._kernels[layout]
 
 
-class _Unfused:
-    """The product, the reduce-scatter and what follows it. Part of a plan."""
+def chunk_rows(rows: int, least: int) -> int:
+    """Rows of a chunk, a power of two if `least` is: a queue takes about 1000 entries."""
+    return max(least, power_of_two(-(-rows // 16)))
 
-    def __init__(self, plan: MatmulReduceScatter):
-        world, product, columns = plan.world, plan.product, plan.shape_b[1]
-        self._own = replace(product, out_dtype=plan.partial_dtype, bias=False, activation=None)
-        shape = (*plan.shape_a[:-1], columns)
-        self._sums = world.empty(shape, plan.partial_dtype, symmetric=False)
-        plan._memory.append(self._sums._block)
-        self._later = product.bias or product.activation is not None
-        self._scatter = ReduceScatter(
-            world, shape, plan.partial_dtype, team=plan.group, buffer=self._later,
-            out_dtype="float32" if self._later else product.out_dtype,
-        )  # fmt: skip
-        self._kernels: dict[Any, Callable[..., None]] = {}
 
-    def run(self, plan: Any, multiply: Any, handle: int, ops: tuple[Operand, ...]) -> None:
-        """Queue a call."""
-        a, b, scale_a, scale_b, c, bias = ops
-        sums = operand(plan.world, self._sums, "sums")
-        multiply(handle, a, b, sums, a, scale_a, scale_b)
-        if not self._later:
-            self._scatter(sums, c, handle)
-        else:
-            total = operand(plan.world, self._scatter(sums, stream=handle), "total")
-            self._finish(plan, bias.dtype)(handle, total, c, bias)
-
-    def kernel(self, plan: MatmulReduceScatter, *key: Any) -> Callable[..., None]:
-        """The product, as that of _Fused."""
-        if key not in self._kernels:
-            product, (strides, steps, bias, aligned) = self._own, key
-            sizes, scale = plan._sizes(strides), product.scale_dtype
-            described = product.described(plan.world, plan.config, sizes, aligned)
-            others = (product.out_dtype, plan.dtype, scale, scale)
-            self._kernels[key] = bind_matmul(
-                plan.world, product, plan.config, sizes, steps, described, others
-            )
-            if self._later:
-                self._finish(plan, bias)
-        return self._kernels[key]
-
-    def _finish(self, plan: MatmulReduceScatter, bias: np.dtype) -> Callable[..., None]:
-        """What adds a bias of this type, bound at first use."""
-        if bias not in self._kernels:
-            config, columns = plan.config, plan.shape_b[1]
-            height, width = min(config.block_m, 64), min(config.block_n, 64)
-            tiles = -(-plan._rows // height) * -(-columns // width)
-            self._kernels[bias] = plan.bind(
-                finish_kernel, plan.blocks_for(tiles),
-                (np.dtype("float32"), plan.product.out_dtype, bias), plan.group.handle,
-                plan._rows, columns, BM=height, BN=width, EVEN=columns % 16 == 0,
-                num_warps=config.num_warps, **plan.product.constants,
-            )  # fmt: skip
-        return self._kernels[bias]
+def chunk_tiles(config: Config, rows: int, columns: int, chunk: int) -> list[int]:
+    """Tiles of each chunk of `chunk` rows; of one, if there are no rows."""
+    return [
+        -(-min(chunk, rows - first) // config.block_m) * -(-columns // config.block_n)
+        for first in range(0, max(1, rows), chunk)
+    ]
 
 
 @takes_options(ProductOptions)

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 from tdx.kernels.call import Call
-from tdx.kernels.operand import Operand, elements, flattened, operand
+from tdx.kernels.operand import Operand, elements, flattened, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
 from tdx.runtime import dtypes
-from tdx.runtime.array import Array
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
-__all__ = ["ReducedProduct", "reduced_product"]
+__all__ = ["ReducedProduct", "Way", "check_height", "reduced_product"]
+
+
+class Way(Protocol):
+    """Workspaces and kernels of one algorithm. Part of a plan, which it does not hold."""
+
+    def kernel(self, plan: Any, *layout: Any) -> Callable[..., None]:
+        """The product for operands so laid out, bound at first use.
+
+        `layout`: strides, steps between scales, the bias' dtype, whether a and b are aligned.
+        """
+
+    def run(
+        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
+    ) -> None:
+        """Queue a call, with that product."""
 
 
 class ReducedProduct(Plan):
@@ -46,9 +60,9 @@ class ReducedProduct(Plan):
     """
 
     algorithms: ClassVar[tuple[str, ...]]
-    same_tile: ClassVar[bool] = True  # do ranks meet tile by tile?
+    same_tile: bool  # do ranks meet tile by tile?
     out_shape: tuple[int, ...]
-    _out: Array | None  # what calls without `out` return
+    _way: Way
 
     @takes_options(Product.make)
     def __init__(
@@ -82,14 +96,34 @@ class ReducedProduct(Plan):
                 tile = self.config
                 shared.update(tile=(tile.block_m, tile.block_n, tile.group_m))
         with self.preparation():
-            self._build(buffer)
+            self._out = self.result_buffer(self.out_shape, out, buffer)
+            self._way = self._build()
+            usual = (self.shape_a[-1], 1, self.shape_b[1], 1)
+            if 0 not in self.out_shape and self.product.prepares(self.config, self._sizes(usual)):
+                self._way.kernel(self, usual, (0, 0), self.dtype, True)
+
+    def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
+        """Queue the operation; returns `out`, or the plan's buffer when it is None.
+
+        `extras`: bias, scale_a and scale_b, as matmul has them.
+        """
+        ops, strides, steps = self._operands(a, b, out, **extras)
+        x, y, _, _, to, vector = ops
+        if overlap(x, to) or overlap(y, to):
+            raise InvalidArgument("out overlaps a or b, read while it is written: pass another")
+        empty, aligned = 0 in to.shape, not (x.address | y.address) % 16
+        run = None if empty else self._way.kernel(self, strides, steps, vector.dtype, aligned)
+        handle = self.begin(stream, *ops)
+        if run is not None:
+            self._way.run(self, run, handle, ops)
+        return self._out if out is None else out
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
-        """Check the shapes; the tile and the algorithm."""
+        """Check the shapes; the tile and the algorithm. Sets `out_shape` and `same_tile`."""
         raise NotImplementedError
 
-    def _build(self, buffer: bool) -> None:
-        """Allocate, and bind the kernels."""
+    def _build(self) -> Way:
+        """Allocate what the algorithm needs."""
         raise NotImplementedError
 
     def _check(self, algorithm: str | None) -> None:
@@ -128,6 +162,12 @@ class ReducedProduct(Plan):
         left, step_a = product.check_scale(world, scale_a, x.shape[:-1], "scale_a", x)
         right, step_b = product.check_scale(world, scale_b, y.shape[1:], "scale_b", x)
         return (x, y, left, right, to, vector), (*strides, *y.strides), (step_a, step_b)
+
+
+def check_height(config: Config | None, algorithm: str, most: int) -> None:
+    """Raise unless tiles of a given `config` are at most as high as a chunk."""
+    if config is not None and config.block_m > most:
+        raise InvalidArgument(f'block_m={config.block_m} must be <= {most} for "{algorithm}"')
 
 
 def reduced_product(

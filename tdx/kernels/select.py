@@ -65,8 +65,9 @@ class Constants:
     unfused : tuple of tuple[int, int]
         Pairs (rows of a rank, bytes that each rank sends) up to which a matmul and its
         communication follow one another; see `follows`.
-    scattered_rows : int
-        Rows that a rank sends to a peer at a time, beside a matmul: a multiple of any tile's.
+    scattered_rows, gathered_rows : int
+        Rows that a rank sends to a peer at a time beside a matmul, of partial sums and of finished
+        ones: powers of two, not less than the rows of any tile.
     """
 
     low_latency_bytes_per_block: int
@@ -82,6 +83,7 @@ class Constants:
     engine_bytes: int
     unfused: tuple[tuple[int, int], ...]
     scattered_rows: int
+    gathered_rows: int
 
 
 _NEVER = 1 << 62
@@ -91,7 +93,7 @@ _CUDA = Constants(
     low_latency_bytes_per_block=1 << 10, block_elements=(1024, 4096), blocks=128,
     tile=(128, 128, 128), described_columns=256, tile_times=_TILE_TIMES, stages=5,
     matmul_blocks=1 << 10, push_blocks=16, chunks_per_rank=8, engine_bytes=2 << 20,
-    unfused=((128, _NEVER), (256, 12 << 20)), scattered_rows=1 << 10,
+    unfused=((128, _NEVER), (256, 12 << 20)), scattered_rows=1 << 10, gathered_rows=1 << 9,
 )  # fmt: skip
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
@@ -99,6 +101,7 @@ CONSTANTS: dict[str, Constants] = {
         low_latency_bytes_per_block=1 << 19, block_elements=(256, 1 << 17), blocks=1,
         tile=(256, 256, 1024), described_columns=256, tile_times={}, stages=1, matmul_blocks=2,
         push_blocks=1, chunks_per_rank=1, engine_bytes=_NEVER, unfused=(), scattered_rows=1 << 20,
+        gathered_rows=1 << 20,
     ),
     "cuda": _CUDA,
     "hip": replace(_CUDA, described_columns=128, stages=2),

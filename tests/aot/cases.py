@@ -99,6 +99,16 @@ def _push(scaled: bool = False):
     return "gathering.push_kernel", types, values, {"num_warps": 8}
 
 
+def _take(even: bool = True):
+    values = {"CHUNK": 512, "BLOCK": 4096, "EVEN": even}
+    sizes = ("rows", "whole", "columns", "chunks")
+    types = {
+        **dict.fromkeys(("c", "results"), "*bf16"), "progress": "*i32", "epoch": "*i32",
+        "world": "world", **dict.fromkeys(sizes, "i32"), **dict.fromkeys(values, "constexpr"),
+    }  # fmt: skip
+    return "matmul_all_reduce.take_kernel", types, values, {"num_warps": 8}
+
+
 def _moved(kernel: str, word: str, constants, sizes, options=None):
     """A kernel that moves words of a type: its constants and run-time sizes."""
     types = {
@@ -149,7 +159,7 @@ def _product(
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "PRECISION": "ieee", "HAS_BIAS": True,
         "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": even, "TRACE": False,
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
-        "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024,
+        "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "OWN_CHUNK": 0,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
@@ -159,12 +169,13 @@ def _product(
         **dict.fromkeys(("c", "bias", "partials", "outgoing", "results"), out),
         **dict.fromkeys(("scale_a", "scale_b", "scales", "total"), "*fp32"),
         **dict.fromkeys(
-            ("progress", "epoch", "signals", "credit", "trace", "arrived", "finished"), "*i32"
+            ("progress", "epoch", "signals", "credit", "trace", "arrived", "finished", "made"),
+            "*i32",
         ),
         "world": "world", "channel": "channel",
         **dict.fromkeys(
-            ("rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
-             "chunk_rows", "chunks", "owned"), "i32"
+            ("rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk",
+             "stride_bn", "chunk_rows", "chunks", "owned"), "i32"
         ),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
@@ -231,7 +242,7 @@ CASES = {
     "grant": (
         "copy_push.grant_kernel",
         {**GATHERING, **dict.fromkeys(("finished", "sent"), "*i32"),
-         **dict.fromkeys(("peer", "chunk", "chunks", "count"), "i32")}, {}, {"num_warps": 1},
+         **dict.fromkeys(("peer", "word", "chunks", "count"), "i32")}, {}, {"num_warps": 1},
     ),
     "confirm": (
         "copy_push.confirm_kernel",
@@ -239,6 +250,8 @@ CASES = {
         {},
         {"num_warps": 1},
     ),
+    "take": _take(),
+    "take-odd": _take(even=False),
     "enter": ("copy_push.enter_kernel", {**GATHERING, "chunks": "i32"}, {}, {"num_warps": 1}),
     "barrier": (
         "barrier.barrier_kernel", {"channel": "channel", "world": "world"}, {}, {"num_warps": 1},
@@ -259,8 +272,9 @@ PRODUCTS = {
     ),
     "consume-fp32": ("all_gather_matmul.consume_kernel", "float32", {}),
     "scattered-bf16": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {}),
+    "scattered-whole": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {"OWN_CHUNK": 512}),
     "scattered-fp32": ("matmul_reduce_scatter.fused_kernel", "float32", {}),
-    "finish-bf16": ("matmul_reduce_scatter.finish_kernel", "bfloat16", {}),
+    "finish-bf16": ("product_first.finish_kernel", "bfloat16", {}),
     "fused-bf16": ("matmul_all_reduce.fused_kernel", "bfloat16", {}),
     "fused-fp32": ("matmul_all_reduce.fused_kernel", "float32", {}),
     "fused-one_shot-ragged": (
@@ -287,6 +301,11 @@ DESCRIBED = {
     "matmul-described-few": ("matmul.matmul_kernel", "bfloat16", {**BY_DESCRIPTORS, **FEW_ROWS}),
     "consume-described": ("all_gather_matmul.consume_kernel", "bfloat16", BY_DESCRIPTORS),
     "scattered-described": ("matmul_reduce_scatter.fused_kernel", "bfloat16", BY_DESCRIPTORS),
+    "scattered-whole-described": (
+        "matmul_reduce_scatter.fused_kernel",
+        "bfloat16",
+        {"OWN_CHUNK": 512, **BY_DESCRIPTORS},
+    ),
     "fused-described": ("matmul_all_reduce.fused_kernel", "bfloat16", BY_DESCRIPTORS),
 }
 PRODUCTS |= FLOAT8 | DESCRIBED

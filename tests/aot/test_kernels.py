@@ -21,10 +21,9 @@ TAKEN = [
 ]
 WAITING = [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-scaled", "push-all",
-    "push-one", "root-words-i64", "broadcast-scatter", "barrier", "grant", "confirm",
-    "consume-bf16",
-    "consume-fp32", "scattered-bf16", "norm-one_shot", "norm-two_shot", "fused-bf16",
-    "fused-one_shot-ragged",
+    "push-one", "root-words-i64", "broadcast-scatter", "barrier", "grant", "confirm", "take",
+    "consume-bf16", "consume-fp32", "scattered-bf16", "norm-one_shot", "norm-two_shot",
+    "fused-bf16", "fused-one_shot-ragged",
 ]  # fmt: skip
 GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
@@ -79,7 +78,7 @@ def test_compiles_without_spills(outcome, case, target):
     ["one_shot-bf16", "one_shot-fp32", "one_shot-fp32-team", "one_shot-avg", "two_shot-bf16",
      "two_shot-bf16-8", "two_shot-fp32-team", "two_shot-copy", "two_shot-root", "scatter-bf16",
      "scatter-fp32-8", "norm-one_shot", "norm-two_shot", "norm-two_shot-8",
-     "pull", "push", "push-all", "push-one", "broadcast-scatter"],
+     "pull", "push", "push-all", "push-one", "broadcast-scatter", "take"],
 )  # fmt: skip
 def test_bodies_move_16_byte_vectors(outcome, case, target):
     code = outcome.code
@@ -89,8 +88,9 @@ def test_bodies_move_16_byte_vectors(outcome, case, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    "case", ["matmul-bf16", "matmul-bf16-bT", "consume-bf16", "scattered-bf16", "fused-bf16"]
-)
+    "case", ["matmul-bf16", "matmul-bf16-bT", "consume-bf16", "scattered-bf16", "scattered-whole",
+             "fused-bf16"],
+)  # fmt: skip
 def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
     code = outcome.code
     unit = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma"}
@@ -147,7 +147,7 @@ def test_waits_are_loops_that_acquire(outcome, case, target):
 @pytest.mark.parametrize("case", [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i64",
     "broadcast-scatter", "put-signal", "enter", "grant", "scattered-bf16",
-    "norm-two_shot", "fused-bf16",
+    "scattered-whole", "norm-two_shot", "fused-bf16",
 ])  # fmt: skip
 def test_signals_release(outcome, case, target):
     pattern = r"(st|red|atom)\S*\.release|release\S*\.sys|buffer_wbl2 sc0 sc1"

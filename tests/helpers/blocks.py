@@ -17,6 +17,7 @@ def many_blocks() -> Iterator[None]:
     small = dataclasses.replace(
         CONSTANTS["host"], block_elements=(64, 64), blocks=8, low_latency_bytes_per_block=256,
         matmul_blocks=8, push_blocks=8, chunks_per_rank=3, tile=(32, 32, 128), scattered_rows=32,
+        gathered_rows=32,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONSTANTS, "host", small)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -79,11 +81,19 @@ def products_through_descriptors(rank: Rank) -> None:
         ):
             tdx.matmul(odd, b, config=described)
         first, second = (world.zeros((32, 64), "bfloat16", symmetric=False) for _ in range(2))
-        for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-            for y in (b, world.zeros((48, 64), "bfloat16", symmetric=False).T):
-                getattr(tdx, name)(first, y, config=described)
+        for name, algorithms in {
+            "all_gather_matmul": ("fused", "unfused"),
+            "matmul_reduce_scatter": ("fused", "unfused"),
+            "matmul_all_reduce": ("one_shot", "two_shot", "copy_engine", "unfused"),
+        }.items():
+            turned = world.zeros((48, 64), "bfloat16", symmetric=False).T
+            for y, algorithm in itertools.product((b, turned), algorithms):
+                call = functools.partial(
+                    getattr(tdx, name), b=y, config=described, algorithm=algorithm
+                )
+                call(first)
                 with tdx.graph(world) as graph:
-                    getattr(tdx, name)(second, y, config=described)
+                    call(second)
                 graph.replay()
         rank.fake.fail("cuTensorMapEncodeTiled")
         fresh = world.zeros((32, 64), "bfloat16", symmetric=False)
@@ -92,7 +102,7 @@ def products_through_descriptors(rank: Rank) -> None:
         rank.fake.heal()
         tdx.matmul(fresh, b)
         world.close()
-        del a, b, y, arrays, weights, weight, odd, first, second, fresh, graph
+        del a, b, y, turned, call, arrays, weights, weight, odd, first, second, fresh, graph
     rank.fake.compute = 80
     world = rank.init()
     try:

@@ -30,7 +30,7 @@ ALGORITHMS = [
     (tdx.AllReduceRmsNorm, (), ["low_latency", "one_shot", "two_shot"]),
     (tdx.AllGatherMatmul, ((64, 16),), ["fused", "unfused"]),
     (tdx.MatmulReduceScatter, ((64, 16),), ["fused", "unfused"]),
-    (tdx.MatmulAllReduce, ((64, 16),), ["one_shot", "two_shot"]),
+    (tdx.MatmulAllReduce, ((64, 16),), ["one_shot", "two_shot", "copy_engine", "unfused"]),
 ]
 
 
@@ -89,22 +89,32 @@ def _late_rank(world, plan, more, later):
         world.synchronize()
 
 
+BY_COPY_ENGINES = pytest.mark.parametrize(
+    ("make", "algorithm"),
+    [(tdx.AllGatherMatmul, "fused"), (tdx.MatmulReduceScatter, "fused"),
+     (tdx.MatmulAllReduce, "copy_engine")],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+
+
 @isolated
 @worlds(2)
 @limit(30)
-@pytest.mark.parametrize("make", [tdx.AllGatherMatmul, tdx.MatmulReduceScatter])
-def case_copy_engines_send_no_signals(comm, backend, make):
+@BY_COPY_ENGINES
+def case_copy_engines_send_no_signals(comm, backend, make, algorithm):
     """Their copies go out; but the late rank finds the signals of its last call taken back."""
     world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
     shape = (128, 64)
     with many_blocks(), copy_engines():  # and so several chunks
-        plan = make(world, shape, (64, 16), "float32", algorithm="fused", config=Config(16, 16, 16))
+        config = Config(16, 16, 16)
+        plan = make(world, shape, (64, 16), "float32", algorithm=algorithm, config=config)
     x, y = world.zeros(shape, "float32"), world.zeros((64, 16), "float32")
     plan(x, y)
     world.synchronize()
     world.barrier()
-    signals = plan._gathering.progress if make is tdx.AllGatherMatmul else plan._way._shared[3]
-    of_rank_0, own = np.split(np.arange(signals.shape[0]), 2)
+    sent = [plan._gathering.progress if make is tdx.AllGatherMatmul else plan._way.signals]
+    if make is tdx.MatmulAllReduce:
+        sent.append(plan._way.progress)
     if world.rank == 0:
         plan(x, y)
         with pytest.raises(PeerTimeout):
@@ -112,11 +122,13 @@ def case_copy_engines_send_no_signals(comm, backend, make):
         comm.Barrier()
     else:
         comm.Barrier()
-        seen, end = np.ones(signals.shape, np.int32), time.monotonic() + 5
-        while (seen[of_rank_0] == 1).any() and time.monotonic() < end:
-            world.driver.read(seen.ctypes.data, signals._address, seen.nbytes)
-        assert (seen[of_rank_0] < -(1 << 29)).all(), seen
-        assert (seen[own] == 1).all(), seen
+        for signals in sent:
+            seen, end = np.ones((2, signals.shape[0] // 2), np.int32), time.monotonic() + 5
+            while (seen[0] == 1).any() and time.monotonic() < end:
+                world.driver.read(seen.ctypes.data, signals._address, seen.nbytes)
+            assert (seen[0] < -(1 << 29)).all(), seen
+            # own sums are signalled to peers only
+            assert (seen[1] == (make is not tdx.MatmulAllReduce or signals is sent[0])).all(), seen
         with contextlib.suppress(TdxError):
             plan(x, y)
         with pytest.raises(TdxError):
@@ -129,12 +141,12 @@ def case_copy_engines_send_no_signals(comm, backend, make):
 @worlds(4)
 @limit(30)
 @pytest.mark.parametrize("late", [1, 3])
-@pytest.mark.parametrize("make", [tdx.AllGatherMatmul, tdx.MatmulReduceScatter])
-def case_who_is_late_is_named(comm, backend, make, late):
+@BY_COPY_ENGINES
+def case_who_is_late_is_named(comm, backend, make, algorithm, late):
     """Not those whose copies wait for it."""
     world = tdx.init(comm, backend=backend, timeout_s=1)
     with many_blocks(), copy_engines():
-        plan = make(world, (128, 64), (64, 16), "float32", algorithm="fused")
+        plan = make(world, (128, 64), (64, 16), "float32", algorithm=algorithm)
     x, y = world.zeros((128, 64), "float32"), world.zeros((64, 16), "float32")
     plan(x, y)
     world.synchronize()

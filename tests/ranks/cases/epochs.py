@@ -219,6 +219,9 @@ PRODUCTS = {  # the plan, and the rows of its result
     "matmul_all_reduce-two_shot": (
         partial(tdx.MatmulAllReduce, algorithm="two_shot"), lambda m, size: m,
     ),
+    "matmul_all_reduce-copy_engine": (
+        partial(tdx.MatmulAllReduce, algorithm="copy_engine"), lambda m, size: m,
+    ),
 }  # fmt: skip
 
 

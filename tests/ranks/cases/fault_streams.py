@@ -171,6 +171,7 @@ OPERATIONS = {
     "unfused": ("all_gather_matmul", "slots"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "credit"),
     "matmul_all_reduce": ("matmul_all_reduce", "partial_tiles finished_tiles"),
+    "matmul_all_reduce-copy_engine": ("matmul_all_reduce", "credit"),
     "all_reduce_rms_norm": ("all_reduce_rms_norm", "signals"),
 }
 
@@ -196,10 +197,11 @@ def plan_of(world, name):
     shapes = (a.shape, b.shape, "float32")
     if name in ("fused", "unfused"):
         return tdx.AllGatherMatmul(world, *shapes, algorithm=name), (a, b)
+    name, _, algorithm = name.partition("-")
     summed = {
         "matmul_all_reduce": tdx.MatmulAllReduce, "matmul_reduce_scatter": tdx.MatmulReduceScatter,
     }  # fmt: skip
-    return summed[name](world, *shapes), (a, b)
+    return summed[name](world, *shapes, algorithm=algorithm or None), (a, b)
 
 
 @isolated

@@ -1,0 +1,105 @@
+"""A product, then a reduction of it over ranks, then bias and activation: for few rows.
+
+Bits are those of the algorithms that overlap: each partial is rounded once, and the ranks' partials
+are added in float32 from rank 0 upwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+
+import tdx.language as tdl
+from tdx.kernels.all_reduce import AllReduce
+from tdx.kernels.matmul import bind_matmul, known, store_tile
+from tdx.kernels.operand import Operand, elements, operand
+from tdx.kernels.reduce_scatter import ReduceScatter
+from tdx.kernels.reduced_product import ReducedProduct
+
+__all__ = ["ProductFirst", "finish_kernel"]
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def finish_kernel(
+    total, c, bias, world, rows, columns,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """c = act(total + bias), rounded once."""
+    columns = known(columns, EVEN)
+    ok = tdl.no_fault(world)
+    tiles_n = tl.cdiv(columns, BN)
+    rm = tl.arange(0, BM)
+    rn = tl.arange(0, BN)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BM) * tiles_n, tl.num_programs(0)):
+        row, col = tile // tiles_n, tile % tiles_n
+        at = (row * BM + rm).to(tl.int64)[:, None] * columns + col * BN + rn[None, :]
+        inside = (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN)
+        value = tl.load(total + at, mask=inside, other=0.0)
+        store_tile(
+            c, value, bias, row, col, rows, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION
+        )
+
+
+class ProductFirst:
+    """The kernels and the plan of the `reduction`, whose errors name it. A Way."""
+
+    def __init__(self, plan: ReducedProduct, reduction: type[AllReduce] | type[ReduceScatter]):
+        world, product, columns = plan.world, plan.product, plan.shape_b[1]
+        self._own = replace(product, out_dtype=plan.partial_dtype, bias=False, activation=None)
+        shape = (*plan.shape_a[:-1], columns)
+        self._sums = world.empty(shape, plan.partial_dtype, symmetric=False)
+        plan._memory.append(self._sums._block)
+        self._later = product.bias or product.activation is not None
+        self._reduce = reduction(
+            world, shape, plan.partial_dtype, team=plan.group, buffer=self._later,
+            out_dtype="float32" if self._later else product.out_dtype,
+        )  # fmt: skip
+        self._kernels: dict[Any, Callable[..., None]] = {}
+
+    def run(
+        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
+    ) -> None:
+        """Queue a call."""
+        a, b, scale_a, scale_b, c, bias = ops
+        sums = operand(plan.world, self._sums, "sums")
+        multiply(handle, a, b, sums, a, scale_a, scale_b)
+        if not self._later:
+            self._reduce(sums, c, handle)
+        else:
+            total = operand(plan.world, self._reduce(sums, stream=handle), "total")
+            self._finish(plan, bias.dtype)(handle, total, c, bias)
+
+    def kernel(self, plan: Any, *layout: Any) -> Callable[..., None]:
+        """The product for operands so laid out, bound at first use."""
+        if layout not in self._kernels:
+            product, (strides, steps, bias, aligned) = self._own, layout
+            sizes, scale = plan._sizes(strides), product.scale_dtype
+            described = product.described(plan.world, plan.config, sizes, aligned)
+            others = (product.out_dtype, plan.dtype, scale, scale)
+            self._kernels[layout] = bind_matmul(
+                plan.world, product, plan.config, sizes, steps, described, others
+            )
+            if self._later:
+                self._finish(plan, bias)
+        return self._kernels[layout]
+
+    def _finish(self, plan: Any, bias: np.dtype) -> Callable[..., None]:
+        """What adds a bias of this type, bound at first use."""
+        if bias not in self._kernels:
+            config, columns = plan.config, plan.shape_b[1]
+            rows = elements(plan.out_shape[:-1])
+            height, width = min(config.block_m, 64), min(config.block_n, 64)
+            tiles = -(-rows // height) * -(-columns // width)
+            self._kernels[bias] = plan.bind(
+                finish_kernel, plan.blocks_for(tiles),
+                (np.dtype("float32"), plan.product.out_dtype, bias), plan.group.handle,
+                rows, columns, BM=height, BN=width, EVEN=columns % 16 == 0,
+                num_warps=config.num_warps, **plan.product.constants,
+            )  # fmt: skip
+        return self._kernels[bias]
