@@ -7,12 +7,14 @@ low_latency  The root pushes its array to every peer as words of data and flag (
              the peers acknowledge each call, and the root looks at the acknowledgements of two
              calls ago before it uses a slot again, so it does not wait for them.
 scatter      Scatter and all-gather (van de Geijn), in rounds: the root pushes a part of a round to
-             each of the W - 1 peers, which push theirs to each other while the root scatters the
-             next round. So every link carries S bytes once: S / bandwidth, one round to fill the
-             pipeline and a meeting for each. Peers write straight into results in symmetric memory,
-             else into three staging slots of a round, at most 48 MiB (see pushing.py: places).
-             A slot is written again after the meeting two rounds later, which its reader enters
-             only when it has copied the slot out.
+             each of the W - 1 peers, with a signal, and goes on; the peers push theirs to each
+             other while the root scatters the next round. So every link carries S bytes once:
+             S / bandwidth and one round to fill the pipeline. Blocks work in two lanes, each with
+             half of the array and half a round apart: while those of one wait until their stores
+             have arrived, before they signal, those of the other fill the links.
+             Peers write straight into results in symmetric memory, else into four staging slots of
+             a round, at most 64 MiB (see pushing.py: places). A peer that signals round r has
+             copied round r - 2 out, so who has seen that may write round r + 2.
 
 Data moves as bytes, in words as wide as size and addresses allow: any element type.
 
@@ -31,6 +33,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
+from tdx import abi
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, copy_share, copy_two_shares, padded
 from tdx.kernels.low_latency import check_low_latency, load_words, store_words
@@ -58,7 +61,8 @@ from tdx.runtime.world import World
 __all__ = ["Broadcast", "broadcast"]
 
 ALGORITHMS = ("low_latency", "scatter")
-_SLOTS = tl.constexpr(3)
+_SLOTS = tl.constexpr(4)
+_MOST = tl.constexpr(abi.MAX_RANKS)
 _VECTOR = tl.constexpr(VECTOR)
 
 
@@ -113,61 +117,84 @@ def _target(stage, announced, peer, world, begin, slot, WIDTH: tl.constexpr, UNI
     return tdl.symm_at(stage, peer, world) + there * UNIT
 
 
-@triton.jit(do_not_specialize=["direct", "root", "units", "round_units", "part_units"])
+@triton.jit
+def _round(turn, lane, lane_units, units, round_units):
+    """(begin, units, staging slot) of a lane's round; the second lane's first is half as long."""
+    turn = tl.cast(turn, tl.int64)
+    begin = tl.cast(lane, tl.int64) * lane_units
+    first = begin + turn * round_units - lane * (round_units // 2)
+    end = tl.minimum(first + round_units, tl.minimum(begin + lane_units, units))
+    first = tl.maximum(first, begin)
+    slot = (turn % _SLOTS + lane * _SLOTS) * round_units
+    return first, tl.maximum(end - first, 0), slot
+
+
+@triton.jit(do_not_specialize=[
+    "direct", "root", "units", "lane_units", "round_units", "part_units", "rounds",
+])  # fmt: skip
 def scatter_kernel(
-    x, out, stage, places, channel, world, direct, root, units, round_units, part_units,
+    x, out, stage, places, sent, channel, world, direct, root, units, lane_units, round_units,
+    part_units, rounds,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
-    """Scatter a round of `round_units` * UNIT words while the peers pass on the last one.
+    """Scatter rounds of `round_units` * UNIT words, which the peers pass on, in each lane.
 
     A peer's part of a round is `part_units`, the same bytes on all ranks, whatever their words.
-    Block b of a peer passes on, and copies out, what block b of others has sent it.
+    Block b of a peer passes on, and copies out, what block b of others has sent it; their rounds
+    are counted in `sent`, a word for each block and rank.
     """
-    index = tl.program_id(0)
-    parts = tl.num_programs(0)
+    lane = tl.program_id(0) % LANES
+    index = tl.program_id(0) // LANES
+    parts = tl.num_programs(0) // LANES
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     units = tl.cast(units, tl.int64)
-    announced, ok = announce(places, stage, out, direct, tdl.epoch(channel), world)
-    rounds = (units + round_units - 1) // round_units
+    number = tdl.epoch(channel)
+    places += (number & 1) * (2 * tl.num_programs(0) * ranks)  # some ranks may be a call ahead
+    announced, ok = announce(places, stage, out, direct, number, world)
     if ranks == 1:
-        copy_share(out, x, units * UNIT, index, parts, BLOCK, GROUP)
-    for step in range(0, rounds + 1):
-        # the root is one round ahead of its peers
-        turn = tl.where(me == root, step, step - 1)
-        active = (turn >= 0) & (turn < rounds) & ok
-        begin = turn * round_units
-        count = tl.minimum(round_units, units - begin)
-        slot = (turn + _SLOTS) % _SLOTS * round_units
-        if active:
+        copy_share(out, x, units * UNIT, tl.program_id(0), tl.num_programs(0), BLOCK, GROUP)
+    everyone = tl.arange(0, _MOST)
+    sent += tl.program_id(0) * ranks
+    before = (number - 1) * rounds
+    for turn in range(0, rounds + 1):
+        if turn < rounds:
+            begin, count, slot = _round(turn, lane, lane_units, units, round_units)
+            if me != root:
+                ok = tdl.wait(sent + root, world, before + turn + 1, peer=root) & ok
             for hop in range(1, ranks):
                 peer = (me + hop) % ranks
-                if me == root:
-                    first, size = _part(peer, root, ranks, part_units, count)
+                if peer != root:
+                    if (turn >= _SLOTS) & (place_of(announced, peer) == 0):
+                        late = before + turn + 3 - _SLOTS
+                        ok = tdl.wait(sent + peer, world, late, peer=peer) & ok
+                    whose = tl.where(me == root, peer, me)
+                    first, size = _part(whose, root, ranks, part_units, count)
                     to = _target(
                         stage, announced, peer, world, begin + first, slot + first, WIDTH, UNIT
                     )
                     at = (begin + first) * UNIT
-                    copy_two_shares(
-                        to, x + at, out + at, x + at, size * UNIT, index, parts, BLOCK, GROUP
-                    )
-                elif peer != root:
-                    first, size = _part(me, root, ranks, part_units, count)
-                    to = _target(
-                        stage, announced, peer, world, begin + first, slot + first, WIDTH, UNIT
-                    )
-                    source = out + (begin + first) * UNIT
-                    if direct == 0:
-                        source = stage + (slot + first) * UNIT
-                    copy_share(to, source, size * UNIT, index, parts, BLOCK, GROUP)
-        ok = tdl.barrier(channel, world) & ok
-        if active & ok & (direct == 0) & (me != root):
-            for hop in range(1, ranks):
-                first, size = _part((root + hop) % ranks, root, ranks, part_units, count)
-                copy_share(
-                    out + (begin + first) * UNIT, stage + (slot + first) * UNIT, size * UNIT,
-                    index, parts, BLOCK, GROUP,
-                )  # fmt: skip
+                    if ok & (me == root):
+                        copy_two_shares(
+                            to, x + at, out + at, x + at, size * UNIT, index, parts, BLOCK, GROUP
+                        )
+                    elif ok:
+                        source = out + at
+                        if direct == 0:
+                            source = stage + (slot + first) * UNIT
+                        copy_share(to, source, size * UNIT, index, parts, BLOCK, GROUP)
+            tdl.notify(sent + me, everyone, world, before + turn + 1, when=ok & (everyone < ranks))
+        if (me != root) & (turn > 0) & ((direct == 0) | (turn == rounds)):
+            ok = tdl.wait_all(sent, ranks, world, before + turn) & ok
+            if ok & (direct == 0):
+                begin, count, slot = _round(turn - 1, lane, lane_units, units, round_units)
+                for hop in range(1, ranks):
+                    first, size = _part((root + hop) % ranks, root, ranks, part_units, count)
+                    copy_share(
+                        out + (begin + first) * UNIT, stage + (slot + first) * UNIT, size * UNIT,
+                        index, parts, BLOCK, GROUP,
+                    )  # fmt: skip
 
 
 class Broadcast(Plan):
@@ -250,15 +277,20 @@ class Broadcast(Plan):
         return kernel
 
     def _build_scatter(self) -> None:
-        ranks = self.group.size
-        self._round = min(
-            aligned(self._nbytes), broadcast_round_bytes(self.world.backend, self._nbytes)
-        )
+        ranks, backend = self.group.size, self.world.backend
+        whole, usual = aligned(self._nbytes), broadcast_round_bytes(backend, self._nbytes)
+        lanes = self._lanes = 1 if whole <= usual else 2
+        self._lane = aligned(-(-whole // lanes))
+        self._round = min(whole, usual) // lanes
+        self._rounds = -(-(self._lane + (lanes - 1) * self._round // 2) // self._round)
         self._part = aligned(-(-self._round // max(1, ranks - 1)))
-        self._block, self._warps = push_block(self.world.backend, self._part)
-        self._blocks = self.blocks_for(-(-self._part // self._block))
-        self._stage = self.workspace("staging", (_SLOTS.value * self._round,), np.uint8)
-        self._places = self.workspace("places", (2 * self._blocks * ranks,), np.int64)
+        self._block, self._warps = push_block(backend, lanes * self._part)
+        blocks = self.blocks_for(lanes * -(-self._part // self._block))
+        self._blocks = max(1, blocks // lanes) * lanes
+        slots = lanes * _SLOTS.value
+        self._stage = self.workspace("staging", (slots * self._round,), np.uint8)
+        self._places = self.workspace("places", (4 * self._blocks * ranks,), np.int64)
+        self._sent = self.workspace("sent", (self._blocks * ranks,), np.int32, steps=self._rounds)
         self._channel = self.channel(self._blocks)
         self._alignment = math.gcd(ALIGNMENT, self._nbytes)
         if self._nbytes:
@@ -270,11 +302,12 @@ class Broadcast(Plan):
         if kernel is None:
             word, unit = byte_units(alignment)
             width = word.itemsize
+            sizes = (self._nbytes, self._lane, self._round, self._part)
             kernel = self._kernels[direct, alignment] = self.bind(
                 scatter_kernel, self._blocks, (word, word), self._stage.view(word), self._places,
-                self._channel, self.group.handle, int(direct), self.root,
-                self._nbytes // (width * unit), self._round // (width * unit),
-                self._part // (width * unit), WIDTH=width, UNIT=unit,
+                self._sent, self._channel, self.group.handle, int(direct), self.root,
+                *(nbytes // (width * unit) for nbytes in sizes), self._rounds, WIDTH=width,
+                UNIT=unit, LANES=self._lanes,
                 **push_tile(self.world.backend, self._block, self._warps, width),
             )  # fmt: skip
         return kernel

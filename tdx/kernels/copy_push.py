@@ -126,7 +126,7 @@ class CopyPush:
         All peers get the same: `finished` has (chunks) words, of which the first should be there
         first.
     behind : CopyPush, optional
-        One which is started, and joined, before this: what it copies goes first.
+        One which copies this, too, on its stream and after its own; then it alone is started.
 
     Attributes
     ----------
@@ -146,14 +146,15 @@ class CopyPush:
         progress, credit = signals[:2]
         peers = group.size - 1
         self._driver = world.driver
-        streams = peers if finished is None else min(1, peers)
-        self._beside = behind._beside if behind is not None else Beside(world, streams)
+        self._work: list[tuple[int, Callable[..., None] | _Copy]] = []  # with the stream
+        if behind is None:
+            self._beside = Beside(world, peers if finished is None else min(1, peers))
+        else:
+            self._beside, self._work = behind._beside, behind._work
         self.join = self._beside.join
         sent = world.zeros((group.size,), np.int32, symmetric=False)
-        self._kept = sent
-        self._work: list[tuple[int, Callable[..., None] | _Copy]] = []  # with the stream
-        order = [(hop, chunk) for hop in range(peers) for chunk in range(chunks)]
-        for hop, chunk in sorted(order, key=lambda turn: turn[1]) if common else order:
+        turns = [(hop, chunk) for hop in range(peers) for chunk in range(chunks)]
+        for hop, chunk in sorted(turns, key=lambda turn: turn[1]) if common else turns:
             peer = (group.rank + 1 + hop) % group.size
             side = self._beside.streams[hop % len(self._beside.streams)].handle
             if chunk < len(counts):

@@ -23,6 +23,7 @@ import tdx.language as tdl
 from tdx.kernels.call import Call, check_key, check_recording, remembered
 from tdx.kernels.operand import Operand, check_output, enter, flattened
 from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for, given_operand
+from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -371,7 +372,7 @@ class _Prepared:
 def bind_matmul(
     world: World, product: Product, config: Config, sizes: Sequence[int], steps: tuple[int, int],
     described: bool, others: Sequence[np.dtype], senders: Any = None,
-) -> Callable[..., None]:  # fmt: skip
+) -> Bound:  # fmt: skip
     """matmul_kernel for a product of `sizes`, and scales with `steps`: see Product.
 
     `others` are the types of c, bias and scales; `senders` is the handle of the group that sent a.

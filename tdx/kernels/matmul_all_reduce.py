@@ -12,7 +12,8 @@ two_shot     One kernel. Each tile has one owner. A rank computes the next ranks
 copy_engine  Each rank owns rows. Partials go to their owners as in matmul_reduce_scatter.py, where
              an own tile is summed as soon as it is computed; copy engines send a chunk of own rows
              to all as soon as its tiles are summed. A second kernel takes what the others send.
-             As many elements, hidden behind the product but for the last chunk of rows.
+             As many elements: half of them hidden behind the product of the others' rows, half
+             behind that of the own rows, which takes 1 / W of the time.
 unfused      The product, then an all-reduce: see product_first.py.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for one
@@ -27,7 +28,6 @@ call before. Copy engines write with the credit that a rank gives as it enters a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -38,13 +38,14 @@ from tdx.kernels.all_reduce import AllReduce
 from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.copying import copy_share
 from tdx.kernels.matmul import finish_tile, grouped_tile, known, known_strides, tile_product
-from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows, chunk_tiles
+from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, takes_options
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_height, reduced_product
 from tdx.kernels.select import block_elements, cheapest, constants
 from tdx.runtime.array import Array
+from tdx.runtime.driver.base import Bound
 
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
@@ -177,10 +178,10 @@ def take_kernel(
                     c + at, results + at, count * columns, tl.program_id(0), tl.num_programs(0),
                     BLOCK,
                 )  # fmt: skip
-    for hop in range(1, ranks):
-        peer = (me + ranks - hop) % ranks
-        for chunk in range(0, chunks):  # see copy_push.py
-            tdl.wait(progress + peer * chunks + chunk, world, number, peer=peer)
+    before = me * chunks  # see copy_push.py
+    behind = (ranks - 1 - me) * chunks
+    tdl.wait_all(progress, before, world, number, first_peer=-before)
+    tdl.wait_all(progress + before + chunks, behind, world, number, first_peer=-behind)
 
 
 class MatmulAllReduce(ReducedProduct):
@@ -241,15 +242,13 @@ class _OneKernel:
             owned,
         )  # fmt: skip
         self._named = {"RANKS": size, "ONE_SHOT": whole}
-        self._kernels: dict[Any, Callable[..., None]] = {}
+        self._kernels: dict[Any, Bound] = {}
 
-    def run(
-        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
-    ) -> None:
+    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call."""
         multiply(handle, *ops)
 
-    def kernel(self, plan: Any, *layout: Any) -> Callable[..., None]:
+    def kernel(self, plan: Any, *layout: Any) -> Bound:
         """The kernel for operands so laid out, bound at first use."""
         if layout not in self._kernels:
             strides, steps, bias, aligned = layout
@@ -271,9 +270,10 @@ class _CopyEngine(Fused):
         world, size, rank = plan.world, plan.group.size, plan.group.rank
         whole, columns, kind = plan._rows, plan.shape_b[1], plan.product.out_dtype
         rows, line = -(-whole // size), columns * kind.itemsize
-        height = chunk_rows(rows, constants(world.backend).gathered_rows)
+        least = constants(world.backend).gathered_rows
+        height = chunk_rows(rows, least, size - 1, passes=2)
         super().__init__(plan, rows, height)
-        counts = chunk_tiles(plan.config, rows, columns, height)
+        counts = self.own_counts
         results = plan.workspace("results", (size, max(1, rows * columns)), kind)
         self.progress = plan.workspace("summed", (size * len(counts),), "int32", len(counts))
 
@@ -282,9 +282,8 @@ class _CopyEngine(Fused):
             count = min(height, rows - chunk * height, whole - first)
             return [(results, first * line, None, first * line, count * line)] if count > 0 else []
 
-        self._gather: CopyPush | None = None
         if self.push is not None:
-            self._gather = CopyPush(
+            CopyPush(
                 plan, (self.progress, *self.meeting), len(counts), pieces, self.made, counts,
                 common=True, behind=self.push,
             )  # fmt: skip
@@ -295,17 +294,14 @@ class _CopyEngine(Fused):
                 CHUNK=height, BLOCK=block, EVEN=columns % 16 == 0, num_warps=8,
             )  # fmt: skip
 
-    def run(
-        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
-    ) -> None:
+    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call."""
-        self.start(handle)
-        if self._gather is not None:
-            self._gather.start(handle, ops[4])
-        multiply(handle, *ops)
-        if self._gather is not None:
-            self._take(handle, ops[4])
-        self.join(handle)
+        if self.push is not None:
+            self._take.prepare(ops[4])
+        super().run(plan, multiply, handle, ops)
+
+    def _follow(self, handle: int, c: Operand) -> None:
+        self._take(handle, c)
 
 
 @takes_options(ProductOptions)

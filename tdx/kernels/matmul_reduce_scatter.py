@@ -22,7 +22,6 @@ enters that call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -38,6 +37,7 @@ from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_height, reduced_product
 from tdx.kernels.select import constants, follows, power_of_two
 from tdx.runtime.array import Array
+from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"]
@@ -64,7 +64,7 @@ def fused_kernel(
     There are `whole` rows of all owners, of which the last may have fewer. Peers' tiles go to
     `outgoing`, and are counted in `finished`, for each CHUNK of rows. Tiles are put away in 1 or 4
     PIECES. If OWN_CHUNK is 0, c has the own rows. Else it has all, the own tiles are counted in
-    `made`, for each OWN_CHUNK of rows, and one chunk is finished before the next.
+    `made`, for each OWN_CHUNK of rows, which are computed one after the other.
     """
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
@@ -108,8 +108,9 @@ def fused_kernel(
             tdl.notify(signal, me, world, 1, op="add")
         elif OWN_CHUNK > 0:
             tdl.notify(made + row * BM // OWN_CHUNK, me, world, 1, op="add")
-    for chunk in range(0, chunks):
-        _wait_each(signals + chunk, credit, ranks, chunks, world, epoch)  # see copy_push.py
+    units = ranks * chunks
+    tdl.wait_all(credit, ranks, world, tl.load(epoch))
+    tdl.wait_all(signals, units, world, tl.load(epoch), first_peer=-units)  # see copy_push.py
 
 
 @triton.jit
@@ -212,7 +213,8 @@ class Fused:
     """Workspaces, kernels and copies of the fused algorithm. A Way.
 
     Every rank owns `rows` rows, the last ones as many as there are. With `own_chunk` the result has
-    all rows, and `made` counts the own tiles for each so many; else it has the own rows.
+    all rows, and `made` counts the own tiles for each so many, `own_counts` in a call; else it has
+    the own rows.
     """
 
     def __init__(self, plan: ReducedProduct, rows: int, own_chunk: int = 0):
@@ -220,8 +222,9 @@ class Fused:
         columns, kind = plan.shape_b[1], plan.partial_dtype
         self._rows, self._own_chunk = rows, own_chunk
         self._tiles = -(-rows // config.block_m) * -(-columns // config.block_n)
-        self._chunk = chunk_rows(rows, constants(world.backend).scattered_rows)
-        counts = chunk_tiles(config, rows, columns, self._chunk)
+        least, passes = constants(world.backend).scattered_rows, 2 if own_chunk else 1
+        self._chunk = chunk_rows(rows, least, size - 1, passes)
+        counts = _chunk_tiles(config, rows, columns, self._chunk)
         chunks = self._chunks = len(counts)
         part = max(1, rows * columns)
         partials = plan.workspace("partials", (size, part), kind)
@@ -231,7 +234,7 @@ class Fused:
         finished = plan.workspace("finished_tiles", (size * chunks,), "int32", steps=steps)
         self.made = finished
         if own_chunk:
-            own = chunk_tiles(config, rows, columns, own_chunk)
+            own = self.own_counts = _chunk_tiles(config, rows, columns, own_chunk)
             self.made = plan.workspace("own_tiles", (len(own),), "int32", steps=max(1, *own))
         epoch = world.zeros((1,), "int32", symmetric=False)
         outgoing = world.empty((size, part), kind, symmetric=False)
@@ -251,28 +254,23 @@ class Fused:
         self.push: CopyPush | None = None
         if size > 1 and self._tiles:
             self.push = CopyPush(plan, meeting, chunks, pieces, finished, counts)
-        self._kernels: dict[Any, Callable[..., None]] = {}
+        self._kernels: dict[Any, Bound] = {}
 
-    def run(
-        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
-    ) -> None:
+    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call."""
-        self.start(handle)
-        multiply(handle, *ops)
-        self.join(handle)
-
-    def start(self, handle: int) -> None:
-        """Queue what comes before the product, and what runs beside it."""
+        multiply.prepare(*ops)  # while nobody waits for it yet
         self._enter(handle)
         if self.push is not None:
-            self.push.start(handle)
-
-    def join(self, handle: int) -> None:
-        """Queue the end of what runs beside the product."""
+            self.push.start(handle, ops[4])
+        multiply(handle, *ops)
         if self.push is not None:
+            self._follow(handle, ops[4])
             self.push.join(handle)
 
-    def kernel(self, plan: Any, *layout: Any) -> Callable[..., None]:
+    def _follow(self, handle: int, c: Operand) -> None:
+        """Queue what follows the product, beside the last copies."""
+
+    def kernel(self, plan: Any, *layout: Any) -> Bound:
         """The product for operands so laid out, bound at first use."""
         if layout not in self._kernels:
             strides, steps, bias, aligned = layout
@@ -291,12 +289,16 @@ class Fused:
         return self._kernels[layout]
 
 
-def chunk_rows(rows: int, least: int) -> int:
-    """Rows of a chunk, a power of two if `least` is: a queue takes about 1000 entries."""
-    return max(least, power_of_two(-(-rows // 16)))
+def chunk_rows(rows: int, least: int, peers: int, passes: int = 1) -> int:
+    """Rows of a chunk, a power of two if `least` is.
+
+    A stream's queue takes about 1000 entries: three for each chunk and peer, in each pass.
+    """
+    most = min(16, max(1, 300 // (max(1, peers) * passes)))
+    return max(least, power_of_two(-(-rows // most)))
 
 
-def chunk_tiles(config: Config, rows: int, columns: int, chunk: int) -> list[int]:
+def _chunk_tiles(config: Config, rows: int, columns: int, chunk: int) -> list[int]:
     """Tiles of each chunk of `chunk` rows; of one, if there are no rows."""
     return [
         -(-min(chunk, rows - first) // config.block_m) * -(-columns // config.block_n)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array
 from tdx.runtime.block import Block
 from tdx.runtime.config import config
-from tdx.runtime.driver.base import Described
+from tdx.runtime.driver.base import Bound, Described
 from tdx.runtime.errors import (
     Closed,
     DriverError,
@@ -132,11 +132,11 @@ class Plan:
 
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], *args: Any, **constants: Any
-    ) -> Callable[..., None]:
+    ) -> Bound:
         """A kernel of `grid` blocks, compiled and loaded, so that calls do neither.
 
         `pointers` are the dtypes of its leading parameters, or Described; `args` are all other
-        run-time ones. Returns `run(stream, *operands)`, with an operand for each leading parameter.
+        run-time ones. It is called with a stream and an operand for each leading parameter.
         """
         self._memory.extend(block for block in _blocks_of(args) if block not in self._memory)
         kinds = tuple(

@@ -6,7 +6,6 @@ are added in float32 from rank 0 upwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from tdx.kernels.matmul import bind_matmul, known, store_tile
 from tdx.kernels.operand import Operand, elements, operand
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct
+from tdx.runtime.driver.base import Bound
 
 __all__ = ["ProductFirst", "finish_kernel"]
 
@@ -60,11 +60,9 @@ class ProductFirst:
             world, shape, plan.partial_dtype, team=plan.group, buffer=self._later,
             out_dtype="float32" if self._later else product.out_dtype,
         )  # fmt: skip
-        self._kernels: dict[Any, Callable[..., None]] = {}
+        self._kernels: dict[Any, Bound] = {}
 
-    def run(
-        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
-    ) -> None:
+    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call."""
         a, b, scale_a, scale_b, c, bias = ops
         sums = operand(plan.world, self._sums, "sums")
@@ -75,7 +73,7 @@ class ProductFirst:
             total = operand(plan.world, self._reduce(sums, stream=handle), "total")
             self._finish(plan, bias.dtype)(handle, total, c, bias)
 
-    def kernel(self, plan: Any, *layout: Any) -> Callable[..., None]:
+    def kernel(self, plan: Any, *layout: Any) -> Bound:
         """The product for operands so laid out, bound at first use."""
         if layout not in self._kernels:
             product, (strides, steps, bias, aligned) = self._own, layout
@@ -89,7 +87,7 @@ class ProductFirst:
                 self._finish(plan, bias)
         return self._kernels[layout]
 
-    def _finish(self, plan: Any, bias: np.dtype) -> Callable[..., None]:
+    def _finish(self, plan: Any, bias: np.dtype) -> Bound:
         """What adds a bias of this type, bound at first use."""
         if bias not in self._kernels:
             config, columns = plan.config, plan.shape_b[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from tdx.kernels.call import Call
@@ -10,6 +10,7 @@ from tdx.kernels.operand import Operand, elements, flattened, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
 from tdx.runtime import dtypes
+from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -20,15 +21,13 @@ __all__ = ["ReducedProduct", "Way", "check_height", "reduced_product"]
 class Way(Protocol):
     """Workspaces and kernels of one algorithm. Part of a plan, which it does not hold."""
 
-    def kernel(self, plan: Any, *layout: Any) -> Callable[..., None]:
+    def kernel(self, plan: Any, *layout: Any) -> Bound:
         """The product for operands so laid out, bound at first use.
 
         `layout`: strides, steps between scales, the bias' dtype, whether a and b are aligned.
         """
 
-    def run(
-        self, plan: Any, multiply: Callable[..., None], handle: int, ops: tuple[Operand, ...]
-    ) -> None:
+    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call, with that product."""
 
 

@@ -174,8 +174,8 @@ class Movement:
     meeting_bytes : int
         What a link carries while all ranks meet once.
     broadcast_rounds : tuple[int, int]
-        Fewest and most bytes of a round of a pipelined broadcast, powers of two from 128 on. Its
-        staging takes three.
+        Fewest and most bytes of a round of a pipelined broadcast, powers of two from 512 on. Its
+        staging takes four.
     """
 
     low_latency_bytes: int

@@ -113,7 +113,7 @@ def _moved(kernel: str, word: str, constants, sizes, options=None):
     """A kernel that moves words of a type: its constants and run-time sizes."""
     types = {
         **dict.fromkeys(("x", "out", "stage"), word), "slots": "*i64", "places": "*i64",
-        "read": "*i32", "channel": "channel", "world": "world",
+        "read": "*i32", "sent": "*i32", "channel": "channel", "world": "world",
         **dict.fromkeys(sizes, "i32"), **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     return kernel, types, constants, options or {"num_warps": 8}
@@ -124,7 +124,8 @@ def _pushed(word: str = "*i64", unit: int = 16, each: bool = True, own_first: bo
 
 
 def _scattered(word: str = "*i64", unit: int = 16):
-    return _tiled("broadcast.scatter_kernel", word, unit, ("root", "part_units"), {})
+    sizes = ("root", "lane_units", "part_units", "rounds")
+    return _tiled("broadcast.scatter_kernel", word, unit, sizes, {"LANES": 2})
 
 
 def _tiled(kernel: str, word: str, unit: int, sizes, chosen):

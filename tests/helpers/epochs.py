@@ -10,6 +10,7 @@ import numpy as np
 from tdx import abi
 from tdx.kernels.plan import Plan
 from tdx.runtime.array import Array
+from tdx.runtime.block import SymmetricBlock
 from tdx.runtime.signals import Channel
 
 __all__ = ["STARTS", "age", "assert_age"]
@@ -19,17 +20,18 @@ STARTS = ((1 << 31) - 4, (1 << 32) - 4)
 
 
 def age(world: Any, calls: int, *things: Any) -> None:
-    """Set every epoch, and every signal that counts, to `calls`. Collective of the world.
+    """Set every epoch, and every signal that counts, as `calls` would. Collective of the world.
 
     `things` are plans, channels, and arrays of signals. Slots with flags stay as they are: the
     first two calls write both of them, as they have done in all calls before.
     """
     world.barrier()
-    value = _number(calls)
     found = [array for thing in things for array in _counters(thing)]
     assert found, "nothing that counts"
     for array in found:
-        array.copy_from(np.full(array.shape, value, np.int32))
+        symmetric = isinstance(array._block, SymmetricBlock)
+        steps = world._sites.find(array._block.offset)[0].steps if symmetric else 1
+        array.copy_from(np.full(array.shape, _number(calls * steps), np.int32))
     world.barrier()
 
 

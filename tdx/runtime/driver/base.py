@@ -6,7 +6,7 @@ Addresses, stream, event and graph handles are plain ints. A verb that fails rai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,20 @@ from tdx.runtime.faults import Pointer
 if TYPE_CHECKING:
     from tdx.runtime.stream import Here
 
-__all__ = ["Described", "DeviceInfo", "Driver"]
+__all__ = ["Bound", "Described", "DeviceInfo", "Driver"]
+
+
+class Bound(Protocol):
+    """A kernel with its grid and all arguments but the operands (`address`, `owner`)."""
+
+    def __call__(self, stream: int, *operands: Any) -> None:
+        """Launch it. One thread at a time may."""
+
+    def prepare(self, *operands: Any) -> None:
+        """Load its code for operands aligned like these; else the first launch does.
+
+        Needed before others wait for it: loading may wait for kernels that are running.
+        """
 
 
 @dataclass(frozen=True)
@@ -259,13 +272,12 @@ class Driver(Protocol):
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[np.dtype | Described],
         args: Sequence[Any], named: dict[str, Any],
-    ) -> Callable[..., None]:  # fmt: skip
+    ) -> Bound:  # fmt: skip
         """One of tdx's own kernels with `grid` blocks, compiled and loaded where there is a GPU.
 
-        `pointers` are the element types of its leading parameters, or how these are described,
-        `args` all other run-time ones, `named` constexprs and options. Returns
-        `run(stream, *operands)` with an operand (`address`, `owner`) for each leading parameter.
-        One thread at a time may run it.
+        `pointers` are the element types of its leading parameters, the operands, or how these are
+        described; `args` all other run-time ones, `named` constexprs and options. Its code is that
+        for operands at multiples of 16 bytes.
         """
 
     def resident_blocks(self) -> int:

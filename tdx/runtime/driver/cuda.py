@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tdx.runtime import triton_driver_cuda
@@ -283,7 +283,7 @@ class CudaDriver(CudaMemory):
 
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]
-    ) -> Callable[..., None]:
+    ) -> BoundKernel:
         self.bind_thread()
         return BoundKernel(self, kernel, grid, pointers, args, named)
 

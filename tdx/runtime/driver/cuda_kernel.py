@@ -74,6 +74,13 @@ class BoundKernel:
         finally:
             filling.release()
 
+    def prepare(self, *operands: Any) -> None:
+        """Compile and load for operands aligned like these, unless that was done."""
+        addresses = [op.address for op in operands]
+        if any(address % _VECTOR for address in addresses):
+            with self._filling:
+                self._unaligned(addresses)
+
     def bare(self, stream: int, *operands: Any) -> Callable[[], Any]:
         """The driver call alone, which repeats one launch: what there is to measure against.
 

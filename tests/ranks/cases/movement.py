@@ -11,7 +11,7 @@ import tdx
 from tdx.runtime.errors import InvalidArgument
 from tests.helpers.cases import isolated, limit, worlds
 from tests.helpers.movement import MOVES, check_move, many_rounds
-from tests.helpers.reference import assert_same_bits, poisoned
+from tests.helpers.reference import assert_same_bits, poisoned, values
 
 SHAPES = [(1,), (2,), (7,), (1023,), (4099,), (0,), (0, 3), (3, 5), (2, 0), (2, 3, 4)]
 DTYPES = ["bfloat16", "float8_e4m3fn", "int64", "bool", "complex64", "uint16", "float64"]
@@ -162,6 +162,26 @@ def case_late_ranks(world, move):
     for turn, out in enumerate(outs):
         wanted = move.wanted(world.rank, range(world.size), shape, dtype, turn)
         assert_same_bits(out.numpy(), wanted, turn)
+
+
+@worlds(2, 3, 5)
+@limit(120)
+@pytest.mark.parametrize("staged", ["all", "some", "none"])
+def case_broadcast_of_many_rounds(world, staged):
+    """More rounds than staging slots, in calls one behind the other, each rank late once."""
+    shape, root = (6001,), 1
+    with many_rounds():
+        plan = tdx.Broadcast(world, shape, "int8", root, algorithm="scatter")
+    assert plan._rounds > 6
+    symmetric = {"all": False, "some": world.rank == 0, "none": True}[staged]
+    shared = [world.array(poisoned(shape, "int8")) for _ in range(2 * world.size)]
+    outs = [out if symmetric else world.array(out.numpy(), symmetric=False) for out in shared]
+    for turn, out in enumerate(outs):
+        if turn // 2 == world.rank:
+            time.sleep(0.02)
+        plan(world.array(values(world.rank, shape, "int8", turn), symmetric=False), out=out)
+    for turn, out in enumerate(outs):
+        assert_same_bits(out.numpy(), values(root, shape, "int8", turn), turn)
 
 
 @worlds(2, 3)

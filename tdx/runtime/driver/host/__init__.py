@@ -8,7 +8,7 @@ Triton's interpreter semantics (interpreter.py, builder.py).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import triton
 
 from tdx import abi
 from tdx.runtime.config import config
-from tdx.runtime.driver.base import Described, DeviceInfo
+from tdx.runtime.driver.base import Bound, Described, DeviceInfo
 from tdx.runtime.driver.host import interpreter
 from tdx.runtime.driver.host.device import Call, Device
 from tdx.runtime.driver.host.executor import HostExecutor
@@ -228,22 +228,8 @@ class HostDriver(HostMemory):
 
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]
-    ) -> Callable[..., None]:
-        def run(stream: int, *operands: Any) -> None:
-            given = [
-                kind.at(op.address, op.owner)
-                if isinstance(kind, Described)
-                else Pointer(op.address, kind, op.owner)
-                for op, kind in zip(operands, pointers, strict=True)
-            ]
-            outer = self.current_stream()
-            self.set_current_stream(stream)
-            try:
-                kernel[(grid,)](*given, *args, **named)
-            finally:
-                self.set_current_stream(outer)
-
-        return run
+    ) -> Bound:
+        return _BoundKernel(self, kernel, grid, pointers, args, named)
 
     def resident_blocks(self) -> int:
         return self.info.multiprocessors
@@ -266,6 +252,34 @@ class HostDriver(HostMemory):
             )
         device = self.device
         device.enqueue(self.current_stream(), lambda: KernelRun(device, prepared, resident))
+
+
+class _BoundKernel:
+    """A kernel with its grid and arguments; see Driver.bind."""
+
+    def __init__(
+        self, driver: HostDriver, kernel: Any, grid: int, pointers: Sequence[Any], args: Any,
+        named: dict[str, Any],
+    ):  # fmt: skip
+        self._driver, self._kernel, self._grid = driver, kernel, grid
+        self._pointers, self._args, self._named = pointers, args, named
+
+    def __call__(self, stream: int, *operands: Any) -> None:
+        given = [
+            kind.at(op.address, op.owner)
+            if isinstance(kind, Described)
+            else Pointer(op.address, kind, op.owner)
+            for op, kind in zip(operands, self._pointers, strict=True)
+        ]
+        outer = self._driver.current_stream()
+        self._driver.set_current_stream(stream)
+        try:
+            self._kernel[(self._grid,)](*given, *self._args, **self._named)
+        finally:
+            self._driver.set_current_stream(outer)
+
+    def prepare(self, *operands: Any) -> None:
+        """There is nothing to load."""
 
 
 def _keep(block: Any) -> None:
