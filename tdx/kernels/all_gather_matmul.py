@@ -31,12 +31,7 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.call import Call
 from tdx.kernels.gathering import GatherFirst, Gathering
-from tdx.kernels.matmul import (
-    bind_matmul,
-    known,
-    known_strides,
-    multiply_rows,
-)
+from tdx.kernels.matmul import bind_matmul, multiply_rows
 from tdx.kernels.operand import elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import (
@@ -48,6 +43,8 @@ from tdx.kernels.product import (
     takes_options,
 )
 from tdx.kernels.select import constants, follows, gather_chunks, power_of_two
+from tdx.kernels.split_matmul import split_memory
+from tdx.kernels.tile_product import known, known_strides
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import InvalidArgument
@@ -179,6 +176,8 @@ class AllGatherMatmul(Plan):
             first = not following and follows(world.backend, self._rows, nbytes, size)
             self.algorithm = algorithm or ("unfused" if first else "fused")
             parts = 1 if self.algorithm == "unfused" else size
+            if config is not None and self.algorithm == "fused":
+                config.check_fused("fused")
             rows, widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
             self.config = self.product.tile(config, world, rows, widest, self._depth, parts)
             self._traced = trace
@@ -315,8 +314,10 @@ class AllGatherMatmul(Plan):
     ) -> Callable[..., None]:
         world, product = self.world, self.product
         others = (product.out_dtype, bias, product.scale_dtype, product.scale_dtype)
+        memory = split_memory(world, self.config, *sizes[:2])
+        self._memory.extend(array._block for array in memory)
         run = bind_matmul(
-            world, product, self.config, sizes, steps, described, others, self.group.handle
+            world, product, self.config, sizes, steps, described, others, memory, self.group.handle
         )
         gathered = operand(world, self._gathering.buffer, "gathered")
         scales = operand(world, self._gathering.scales, "scales")

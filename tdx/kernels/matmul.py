@@ -1,4 +1,4 @@
-"""Matrix product on one rank, and the tile code that the overlapped products share.
+"""Matrix product on one rank.
 
 C = act(A . B + bias): A (M, K), B (K, N), any strides, any M, N, K. Accumulates in float32.
 float8 inputs have scales, one or one for each row of A and column of B, which multiply the sum.
@@ -6,13 +6,15 @@ Persistent blocks walk over the tiles in groups of rows, so that tiles which run
 columns of B in cache (the grouped order of Triton's matmul tutorial). Where the GPU has tensor
 descriptors (TMA) and the operands allow it, those load A and B.
 
+Where K is split, see split_matmul.py.
+
 float32 inputs are multiplied as IEEE float32 unless `allow_tf32=True`. For one Config the bits
 of a tile depend on its inputs only: not on the rank, the run, or how many blocks there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,174 +23,17 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.call import Call, check_key, check_recording, remembered
-from tdx.kernels.operand import Operand, check_output, enter, flattened
+from tdx.kernels.operand import Operand, check_output, enter, flattened, operand
 from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for, given_operand
+from tdx.kernels.split_matmul import split_kernel, split_memory
+from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
+from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
 __all__ = ["ACTIVATIONS", "Config", "bind_matmul", "matmul"]
-
-
-@triton.jit
-def known(size, EVEN: tl.constexpr):
-    """`size`; with EVEN it is a multiple of 16, in terms that the compiler sees through."""
-    if EVEN:
-        size = size // 16 * 16
-    return size
-
-
-@triton.jit
-def known_strides(first, second, UNIT: tl.constexpr, EVEN: tl.constexpr):
-    """Strides of which number UNIT is 1, or none, and with EVEN the others multiples of 16."""
-    first = 1 if UNIT == 0 else known(first, EVEN)
-    second = 1 if UNIT == 1 else known(second, EVEN)
-    return first, second
-
-
-@triton.jit
-def grouped_tile(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of tile `index` in grouped order."""
-    per_group = GROUP_M * tiles_n
-    first = (index // per_group) * GROUP_M
-    height = tl.minimum(tiles_m - first, GROUP_M)
-    return first + (index % per_group) % height, (index % per_group) // height
-
-
-@triton.jit
-def _add_product(total, x, y, PRECISION: tl.constexpr):
-    """total + x . y"""
-    if x.dtype.is_fp8():
-        # sm_90 adds products of float8 in less than float32: no more of them than this
-        MOST: tl.constexpr = x.shape[1] if x.shape[1] < 128 else 128
-        return tl.dot(x, y, total, max_num_imprecise_acc=MOST)
-    return tl.dot(x, y, total, input_precision=PRECISION)
-
-
-@triton.jit
-def tile_product(
-    a, b, scale_a, scale_b, base, row, col, rows, columns, depth,
-    stride_am, stride_ak, stride_bk, stride_bn,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """The float32 product of tile (row, col) of A's `rows` rows from `base` on: (BM, BN).
-
-    Zero outside B, and of rows beyond `rows` undefined. DESCRIBED: a and b are tensor descriptors,
-    b's of the transpose if B_UNIT is 0. float8 inputs are scaled: scales lie A_STEP, B_STEP
-    elements apart; 0: one for all.
-    """
-    rm = tl.arange(0, BM)
-    rn = tl.arange(0, BN)
-    first_row = base + tl.cast(row, tl.int64) * BM
-    first_column = tl.cast(col, tl.int64) * BN
-    total = tl.zeros((BM, BN), tl.float32)
-    if DESCRIBED:
-        for start in range(0, depth, BK):
-            x = a.load([first_row.to(tl.int32), start])
-            if B_UNIT == 0:
-                y = b.load([first_column.to(tl.int32), start]).T
-            else:
-                y = b.load([start, first_column.to(tl.int32)])
-            total = _add_product(total, x, y, PRECISION)
-    else:
-        # scalars step through memory; the offsets of a tile's elements have 32 bits and stay
-        rk = tl.arange(0, BK)
-        a_tile = a + first_row * stride_am
-        b_tile = b + first_column * stride_bn
-        a_at = rm[:, None] * stride_am + rk[None, :] * stride_ak
-        b_at = rk[:, None] * stride_bk + rn[None, :] * stride_bn
-        a_inside = rm[:, None] < rows - row * BM
-        b_inside = rn[None, :] < columns - col * BN
-        for start in range(0, depth, BK):
-            left = depth - start
-            x = tl.load(a_tile + a_at, mask=a_inside & (rk[None, :] < left), other=0.0)
-            y = tl.load(b_tile + b_at, mask=(rk[:, None] < left) & b_inside, other=0.0)
-            total = _add_product(total, x, y, PRECISION)
-            a_tile += BK * stride_ak
-            b_tile += BK * stride_bk
-    kind = a.dtype if DESCRIBED else a.dtype.element_ty
-    if kind.is_fp8():
-        scale_rows = tl.load(
-            scale_a + (first_row + rm) * A_STEP, mask=rm < rows - row * BM, other=0.0
-        )
-        scale_columns = tl.load(
-            scale_b + (first_column + rn) * B_STEP, mask=rn < columns - col * BN, other=0.0
-        )
-        total = total * scale_rows[:, None] * scale_columns[None, :]
-    return total
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of a float32 block."""
-    if ACTIVATION == "relu":
-        x = tl.maximum(x, 0.0)
-    elif ACTIVATION == "silu":
-        x = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu":
-        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        # 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2 * u))
-        x = x / (1.0 + tl.exp(-1.5957691216057308 * x - 0.07135481282056927 * x * x * x))
-    return x
-
-
-@triton.jit
-def finish_tile(
-    total, bias, col, columns, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr
-):  # fmt: skip
-    """Bias and activation of a tile in column `col`, not rounded."""
-    if HAS_BIAS:
-        rn = tl.arange(0, BN)
-        first_column = tl.cast(col, tl.int64) * BN
-        inside = rn < columns - col * BN
-        vector = tl.load(bias + first_column + rn, mask=inside, other=0.0)
-        total = total + vector.to(tl.float32)[None, :]
-    return activate(total, ACTIVATION)
-
-
-@triton.jit
-def store_tile(
-    c, total, bias, row, col, rows, columns, stride_cm, when,
-    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    SPLIT: tl.constexpr = False,
-):  # fmt: skip
-    """Bias, activation, one rounding, and the store of a tile; nothing unless `when`."""
-    if SPLIT:
-        # half of the registers
-        halves = tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
-        _store(
-            c, left, bias, row, 2 * col, rows, columns, stride_cm, when, BM, BN // 2,
-            HAS_BIAS, ACTIVATION,
-        )  # fmt: skip
-        _store(
-            c, right, bias, row, 2 * col + 1, rows, columns, stride_cm, when, BM, BN // 2,
-            HAS_BIAS, ACTIVATION,
-        )  # fmt: skip
-    else:
-        _store(
-            c, total, bias, row, col, rows, columns, stride_cm, when, BM, BN, HAS_BIAS, ACTIVATION
-        )
-
-
-@triton.jit
-def _store(
-    c, total, bias, row, col, rows, columns, stride_cm, when,
-    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """As store_tile, in one piece."""
-    total = finish_tile(total, bias, col, columns, BN, HAS_BIAS, ACTIVATION)
-    rm = tl.arange(0, BM)
-    rn = tl.arange(0, BN)
-    first_row = tl.cast(row, tl.int64) * BM
-    first_column = tl.cast(col, tl.int64) * BN
-    mask = (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN) & when
-    c_tile = c + first_row * stride_cm + first_column
-    at = rm[:, None] * stride_cm + rn[None, :]
-    tl.store(c_tile + at, total.to(c.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -326,7 +171,7 @@ def matmul(
         ops = (x, y, to, vector, left, right)
         run = ready.kernel(ops, (step_a, step_b), call.stream)
         handle = call.handle()
-        enter(world, handle, *ops)
+        enter(world, handle, *ops, *ready.memory)
         run(handle, *ops)
     return call.finish(target)
 
@@ -352,11 +197,11 @@ class _Prepared:
         fits = config is not None or self.product.described(world, usual, self._sizes, aligned)
         self._config = self.product.tile(config, world, rows, n, k, described=fits)
         self._described = self.product.described(world, self._config, self._sizes, aligned)
-        self._kernels: dict[Any, Callable[..., None]] = {}
+        self._memory = split_memory(world, self._config, rows, n)
+        self.memory = [operand(world, array, "memory") for array in self._memory]
+        self._kernels: dict[Any, Bound] = {}
 
-    def kernel(
-        self, ops: Sequence[Operand], steps: tuple[int, int], stream: Any
-    ) -> Callable[..., None]:
+    def kernel(self, ops: Sequence[Operand], steps: tuple[int, int], stream: Any) -> Bound:
         """For operands a, b, c, bias and scales, which lie so many elements apart."""
         key = (ops[3].dtype, steps)
         run = self._kernels.get(key)
@@ -364,24 +209,28 @@ class _Prepared:
             check_recording(self._world, "matmul", stream)
             run = self._kernels[key] = bind_matmul(
                 self._world, self.product, self._config, self._sizes, steps, self._described,
-                tuple(op.dtype for op in ops[2:]),
+                tuple(op.dtype for op in ops[2:]), self._memory,
             )  # fmt: skip
         return run
 
 
 def bind_matmul(
     world: World, product: Product, config: Config, sizes: Sequence[int], steps: tuple[int, int],
-    described: bool, others: Sequence[np.dtype], senders: Any = None,
+    described: bool, others: Sequence[np.dtype], memory: Sequence[Array], senders: Any = None,
 ) -> Bound:  # fmt: skip
-    """matmul_kernel for a product of `sizes`, and scales with `steps`: see Product.
+    """matmul_kernel, or split_kernel, for a product of `sizes`, scales with `steps`: see Product.
 
-    `others` are the types of c, bias and scales; `senders` is the handle of the group that sent a.
+    `others` are the types of c, bias and scales; `memory` is what split_memory gave; `senders` is
+    the handle of the group that sent a.
     """
     rows, n, _, *_ = sizes
     tiles = -(-rows // config.block_m) * -(-n // config.block_n)
     constants = product.constants | product.product_constants(config, sizes, steps, described)
+    constants["GATHERED"] = senders is not None
+    kernel: Any = matmul_kernel
+    if memory:
+        kernel, tiles, constants["SPLIT"] = split_kernel, tiles * config.split_k, config.split_k
     return world.driver.bind(
-        matmul_kernel, blocks_for(world, tiles),
-        (*product.kinds(config, described, sizes), *others), (senders or world.handle, *sizes),
-        constants | {"GATHERED": senders is not None},
+        kernel, blocks_for(world, tiles), (*product.kinds(config, described, sizes), *others),
+        (*memory, senders or world.handle, *sizes), constants,
     )  # fmt: skip

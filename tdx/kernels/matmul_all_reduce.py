@@ -37,13 +37,13 @@ import tdx.language as tdl
 from tdx.kernels.all_reduce import AllReduce
 from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.copying import copy_share
-from tdx.kernels.matmul import finish_tile, grouped_tile, known, known_strides, tile_product
 from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, takes_options
 from tdx.kernels.product_first import ProductFirst
-from tdx.kernels.reduced_product import ReducedProduct, Way, check_height, reduced_product
+from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
 from tdx.kernels.select import block_elements, cheapest, constants
+from tdx.kernels.tile_product import finish_tile, grouped_tile, known, known_strides, tile_product
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 
@@ -211,8 +211,10 @@ class MatmulAllReduce(ReducedProduct):
         self.same_tile = algorithm in sent
         rows, parts = self._rows, 1
         if algorithm == "copy_engine":
-            check_height(config, algorithm, constants(backend).gathered_rows)
+            check_fused(config, algorithm, constants(backend).gathered_rows)
             rows, parts = -(-rows // size), size
+        elif self.same_tile:
+            check_fused(config, algorithm)
         return self.product.tile(config, self.world, rows, n, k, parts), algorithm
 
     def _build(self) -> Way:

@@ -29,13 +29,13 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush, enter_kernel
-from tdx.kernels.matmul import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_options
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.reduce_scatter import ReduceScatter
-from tdx.kernels.reduced_product import ReducedProduct, Way, check_height, reduced_product
+from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
 from tdx.kernels.select import constants, follows, power_of_two
+from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
@@ -197,7 +197,7 @@ class MatmulReduceScatter(ReducedProduct):
             later = follows(self.world.backend, self._rows, nbytes, size)
             algorithm = "unfused" if later else "fused"
         if algorithm == "fused":
-            check_height(config, algorithm, constants(self.world.backend).scattered_rows)
+            check_fused(config, algorithm, constants(self.world.backend).scattered_rows)
         m, parts = (self._rows, size) if algorithm == "fused" else (rows, 1)
         return self.product.tile(config, self.world, m, columns, depth, parts), algorithm
 

@@ -15,10 +15,12 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.all_reduce import AllReduce
-from tdx.kernels.matmul import bind_matmul, known, store_tile
+from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import Operand, elements, operand
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct
+from tdx.kernels.split_matmul import split_memory
+from tdx.kernels.tile_product import known, store_tile
 from tdx.runtime.driver.base import Bound
 
 __all__ = ["ProductFirst", "finish_kernel"]
@@ -54,7 +56,8 @@ class ProductFirst:
         self._own = replace(product, out_dtype=plan.partial_dtype, bias=False, activation=None)
         shape = (*plan.shape_a[:-1], columns)
         self._sums = world.empty(shape, plan.partial_dtype, symmetric=False)
-        plan._memory.append(self._sums._block)
+        self._memory = split_memory(world, plan.config, elements(shape[:-1]), columns)
+        plan._memory.extend(array._block for array in (self._sums, *self._memory))
         self._later = product.bias or product.activation is not None
         self._reduce = reduction(
             world, shape, plan.partial_dtype, team=plan.group, buffer=self._later,
@@ -81,7 +84,14 @@ class ProductFirst:
             described = product.described(plan.world, plan.config, sizes, aligned)
             others = (product.out_dtype, plan.dtype, scale, scale)
             self._kernels[layout] = bind_matmul(
-                plan.world, product, plan.config, sizes, steps, described, others
+                plan.world,
+                product,
+                plan.config,
+                sizes,
+                steps,
+                described,
+                others,
+                self._memory,
             )
             if self._later:
                 self._finish(plan, bias)

@@ -15,7 +15,7 @@ from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
-__all__ = ["ReducedProduct", "Way", "check_height", "reduced_product"]
+__all__ = ["ReducedProduct", "Way", "check_fused", "reduced_product"]
 
 
 class Way(Protocol):
@@ -163,9 +163,11 @@ class ReducedProduct(Plan):
         return (x, y, left, right, to, vector), (*strides, *y.strides), (step_a, step_b)
 
 
-def check_height(config: Config | None, algorithm: str, most: int) -> None:
-    """Raise unless tiles of a given `config` are at most as high as a chunk."""
-    if config is not None and config.block_m > most:
+def check_fused(config: Config | None, algorithm: str, most: int | None = None) -> None:
+    """Raise unless a given `config` will do, with tiles at most `most` rows high, as chunks are."""
+    if config is not None:
+        config.check_fused(algorithm)
+    if config is not None and most is not None and config.block_m > most:
         raise InvalidArgument(f'block_m={config.block_m} must be <= {most} for "{algorithm}"')
 
 

@@ -7,9 +7,9 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copying import VECTOR, copy_share
-from tdx.kernels.matmul import known
 from tdx.kernels.reduction import reduce_words, to_words
 from tdx.kernels.shards import notify_ranks, part_length, sum_of_ranks
+from tdx.kernels.tile_product import known
 from tdx.language.signal import program_barrier
 
 __all__ = ["low_latency_kernel", "one_shot_kernel", "two_shot_kernel"]

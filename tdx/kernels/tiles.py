@@ -26,6 +26,9 @@ class Config:
         Rows of tiles that are walked through together.
     num_warps, num_stages : int
         Warps of a block, and depth of the load pipeline.
+    split_k : int
+        Blocks that share a tile, each with a part of K, up to 16: for products of few rows that
+        nothing is fused with.
     descriptors : bool, optional
         Whether a and b are read through tensor descriptors (TMA). None: where the GPU has them
         (sm_90 and later) and the operands allow it. True, and they do not: Unsupported says why.
@@ -38,6 +41,7 @@ class Config:
     num_warps: int = 8
     num_stages: int = 3
     descriptors: bool | None = None
+    split_k: int = 1
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n", "block_k"):
@@ -49,6 +53,16 @@ class Config:
         if self.group_m < 1 or self.num_stages < 1:
             raise InvalidArgument(
                 f"group_m={self.group_m} and num_stages={self.num_stages} must be >= 1"
+            )
+        if not 1 <= self.split_k <= 16:
+            raise InvalidArgument(f"split_k={self.split_k} must be from 1 to 16")
+
+    def check_fused(self, algorithm: str) -> None:
+        """Raise unless `algorithm`, which fuses a product with communication, can run so."""
+        if self.split_k > 1:
+            raise InvalidArgument(
+                f'split_k={self.split_k} is not for "{algorithm}"; pass algorithm="unfused", or '
+                "split_k=1"
             )
 
 

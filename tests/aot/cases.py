@@ -161,6 +161,7 @@ def _product(
         "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": even, "TRACE": False,
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
         "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "OWN_CHUNK": 0,
+        "SPLIT": 2,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
@@ -168,7 +169,7 @@ def _product(
     types = {
         **dict.fromkeys(("a", "b", "own", "gathered"), pointer),
         **dict.fromkeys(("c", "bias", "partials", "outgoing", "results"), out),
-        **dict.fromkeys(("scale_a", "scale_b", "scales", "total"), "*fp32"),
+        **dict.fromkeys(("scale_a", "scale_b", "scales", "total", "sums"), "*fp32"),
         **dict.fromkeys(
             ("progress", "epoch", "signals", "credit", "trace", "arrived", "finished", "made"),
             "*i32",
@@ -260,11 +261,13 @@ CASES = {
 }  # fmt: skip
 RAGGED = {"shape": (4096, 4104, 4096)}
 FEW_ROWS = {"shape": (16, 7168, 8192)}
+SEVERAL_ROWS = {"shape": (128, 7168, 8192)}
 PRODUCTS = {
     "matmul-bf16": ("matmul.matmul_kernel", "bfloat16", {}),
     "matmul-gathered": ("matmul.matmul_kernel", "bfloat16", {"GATHERED": True}),
     "matmul-bf16-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0}),
     "matmul-bf16-few": ("matmul.matmul_kernel", "bfloat16", FEW_ROWS),
+    "matmul-split": ("split_matmul.split_kernel", "bfloat16", SEVERAL_ROWS),
     "consume-bf16": ("all_gather_matmul.consume_kernel", "bfloat16", {}),
     "consume-bf16-ragged": (
         "all_gather_matmul.consume_kernel",
@@ -300,6 +303,11 @@ DESCRIBED = {
         {"b_unit": 0, **BY_DESCRIPTORS},
     ),
     "matmul-described-few": ("matmul.matmul_kernel", "bfloat16", {**BY_DESCRIPTORS, **FEW_ROWS}),
+    "matmul-split-described": (
+        "split_matmul.split_kernel",
+        "bfloat16",
+        {**BY_DESCRIPTORS, **SEVERAL_ROWS},
+    ),
     "consume-described": ("all_gather_matmul.consume_kernel", "bfloat16", BY_DESCRIPTORS),
     "scattered-described": ("matmul_reduce_scatter.fused_kernel", "bfloat16", BY_DESCRIPTORS),
     "scattered-whole-described": (

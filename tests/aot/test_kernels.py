@@ -102,6 +102,18 @@ def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
         assert positions(code, r"(global|buffer)_load(_lds)?_dwordx4")
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_who_adds_the_parts_of_a_split_product_sees_them(outcome_of, target):
+    """The count of blocks comes behind a barrier of the stores, and acquires."""
+    code = outcome_of("matmul-split", target).code
+    if target in NVIDIA:
+        store, load = r"st\.global\.v4\.b32", r"ld\.global\.cg\.v4\.b32"
+        assert in_order(code, store, r"bar\.sync", r"atom\.global\.gpu\.acq_rel\.add", load)
+    else:
+        store, load = r"global_store_dwordx4|buffer_store_dwordx4", r"(global|buffer)_load_dwordx4"
+        assert in_order(code, store, r"s_barrier", r"global_atomic_add", load)
+
+
 @pytest.mark.parametrize("target", WITH_DESCRIPTORS)
 @pytest.mark.parametrize("case", DESCRIBED)
 def test_described_products_load_by_descriptors(outcome, case, target):

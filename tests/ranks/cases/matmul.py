@@ -8,6 +8,7 @@ import pytest
 import tdx
 from tdx.kernels.matmul import ACTIVATIONS, Config
 from tdx.runtime.errors import DtypeError, InvalidArgument
+from tests.helpers.blocks import many_blocks
 from tests.helpers.cases import worlds
 from tests.helpers.reference import (
     activated,
@@ -42,6 +43,42 @@ def case_values(world, dtype):
             assert tdx.matmul(x, y, out=out, config=config) is out
             close(out, product(a, b), k, dtype)
             assert_same_bits(tdx.matmul(x, turned.T, config=config).numpy(), out.numpy())
+
+
+@worlds(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("split", [2, 3, 16])
+def case_split_along_k(world, dtype, split):
+    """Parts of K, some without any of it: added in their order, in each call, with an end."""
+    config = Config(16, 32, 16, split_k=split, num_warps=4)
+    for m, k, n in [(1, 1, 1), (5, 40, 70), (17, 300, 33), (16, 0, 16)]:
+        a, b, bias = values(0, (m, k), dtype), values(1, (k, n), dtype), values(2, n, dtype)
+        x, y, z = (world.array(v, symmetric=False) for v in (a, b, bias))
+        turned = world.array(np.ascontiguousarray(b.T), symmetric=False)
+        wanted = activated(product(a, b) + bias.astype(np.float64), "relu")
+        with many_blocks():
+            outs = [
+                tdx.matmul(x, right, bias=z, activation="relu", config=config)
+                for right in (y, y, turned.T)
+            ]
+        for out in outs:
+            close(out, wanted, k + 1, dtype, "float32")
+            assert_same_bits(out.numpy(), outs[0].numpy())
+
+
+@worlds(1)
+def case_split_products_on_two_streams(world):
+    """They share memory for partial sums: one waits for the other."""
+    config = Config(16, 16, 16, split_k=4)
+    given = [values(salt, (20, 100), "float32") for salt in range(6)]
+    b = values(9, (100, 40), "float32")
+    y = world.array(b, symmetric=False)
+    streams = [world.new_stream(), world.new_stream()]
+    loaded = [world.array(a, symmetric=False) for a in given]
+    world.synchronize()
+    outs = [tdx.matmul(x, y, config=config, stream=streams[i % 2]) for i, x in enumerate(loaded)]
+    for a, out in zip(given, outs, strict=True):
+        close(out, product(a, b), 100, "float32")
 
 
 @worlds(1)
