@@ -1,0 +1,112 @@
+"""What a product takes with each of many tiles: where the constants of tiles.py come from.
+
+    tdx run -n 1 --backend cuda -m tests.gpu.tile_times 128,7168,8192 64,7168,8192 --best 8
+
+For each shape M, N, K prints microseconds in a graph, taken in turn on a hot GPU: of torch.mm,
+where PyTorch is installed, of the tile that is chosen by itself, and of the best others, each
+checked against that one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import tdx
+from tdx.kernels.select import shared_bytes
+from tdx.kernels.tiles import Config, choose_tile
+from tdx.runtime.dtypes import resolve
+from tdx.tools.timing import recorded, times_in_turn
+
+_CALLS = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shapes", nargs="+", type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--best", type=int, default=8)
+    args = parser.parse_args()
+    with tdx.init() as world:
+        for shape in args.shapes:
+            taken = _times(world, *shape)
+            tiles = [name for name in taken if name.startswith("Config")]
+            tiles.sort(key=taken.__getitem__)
+            for name in [*(name for name in taken if name not in tiles), *tiles[: args.best]]:
+                sys.stdout.write(f"{shape} {taken[name]:8.2f} us  {name}\n")
+
+
+def _times(world: Any, m: int, n: int, k: int) -> dict[str, float]:
+    generator = np.random.default_rng(0)
+    a, b = (
+        world.array(
+            generator.standard_normal(shape, np.float32).astype(resolve("bfloat16")),
+            symmetric=False,
+        )
+        for shape in ((m, k), (k, n))
+    )
+    out = world.empty((m, n), "bfloat16", symmetric=False)
+    wanted = tdx.matmul(a, b).numpy().astype(np.float32)
+    bound = 0.02 * np.abs(wanted).max()
+    chosen = choose_tile(
+        world.backend, world.device.arch, m, n, k, 2, True, world.driver.resident_blocks()
+    )
+    calls: dict[str, Callable[[], object]] = {}
+    with contextlib.suppress(ImportError):
+        import torch
+
+        if torch.cuda.is_available():
+            left, right, to = (torch.from_dlpack(x) for x in (a, b, out))
+            calls["torch.mm"] = partial(torch.mm, left, right, out=to)
+    calls[f"chosen {chosen}"] = partial(tdx.matmul, a, b, out=out)
+    for config in _grid(world, chosen, n):
+        call = partial(tdx.matmul, a, b, out=out, config=config)
+        call()
+        worst = np.abs(out.numpy().astype(np.float32) - wanted).max()
+        if worst > bound:
+            raise AssertionError(f"{config}: off by {worst}, more than {bound}")
+        calls[str(config)] = call
+    replays = {name: _recorded(world, name, call) for name, call in calls.items()}
+    return times_in_turn(world, replays, _CALLS, 15)
+
+
+def _grid(world: Any, chosen: Config, n: int) -> Iterator[Config]:
+    shared = shared_bytes(world.device.arch) if world.backend == "cuda" else 1 << 20
+    for width in (32, 64, 128, 256):
+        for depth in (64, 128, 256):
+            stages = min(6, (shared - 2048) // ((chosen.block_m + width) * depth * 2))
+            for split in (1, 2, 3, 4, 6):
+                tiles = -(-n // width) * split
+                if stages >= 2 and world.driver.resident_blocks() <= 4 * tiles <= 2640:
+                    yield replace(
+                        chosen, block_n=width, block_k=depth, num_stages=stages, split_k=split,
+                        num_warps=8 if chosen.block_m * width > 128 * 64 else 4,
+                    )  # fmt: skip
+
+
+def _recorded(world: Any, name: str, call: Callable[[], object]) -> Callable[[], None]:
+    if name != "torch.mm":
+        return recorded(world, call, _CALLS)
+    import torch
+
+    stream = torch.cuda.ExternalStream(world.stream.handle)
+    recording = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recording, stream=torch.cuda.Stream()):
+        for _ in range(_CALLS):
+            call()
+
+    def replay() -> None:
+        with torch.cuda.stream(stream):
+            recording.replay()
+
+    return replay
+
+
+if __name__ == "__main__":
+    main()
