@@ -13,8 +13,8 @@ scatter      Scatter and all-gather (van de Geijn), in rounds: the root pushes a
              half of the array and half a round apart: while those of one wait until their stores
              have arrived, before they signal, those of the other fill the links.
              Peers write straight into results in symmetric memory, else into four staging slots of
-             a round, at most 64 MiB (see pushing.py: places). A peer that signals round r has
-             copied round r - 2 out, so who has seen that may write round r + 2.
+             a round for each lane, at most 64 MiB (see pushing.py: places). A peer that signals
+             round r has copied round r - 2 out, so who has seen that may write round r + 2.
 
 Data moves as bytes, in words as wide as size and addresses allow: any element type.
 
@@ -46,6 +46,7 @@ from tdx.kernels.pushing import (
     check_overlap,
     is_direct,
     place_of,
+    staged,
 )
 from tdx.kernels.select import (
     broadcast_round_bytes,
@@ -153,22 +154,20 @@ def scatter_kernel(
     number = tdl.epoch(channel)
     places += (number & 1) * (2 * tl.num_programs(0) * ranks)  # some ranks may be a call ahead
     announced, ok = announce(places, stage, out, direct, number, world)
-    if ranks == 1:
-        copy_share(out, x, units * UNIT, tl.program_id(0), tl.num_programs(0), BLOCK, GROUP)
+    slots_are_used = staged(announced, world)
     everyone = tl.arange(0, _MOST)
     sent += tl.program_id(0) * ranks
     before = (number - 1) * rounds
     for turn in range(0, rounds + 1):
         if turn < rounds:
             begin, count, slot = _round(turn, lane, lane_units, units, round_units)
+            if (turn >= _SLOTS) & slots_are_used:  # before the root, which waits for them too
+                ok = tdl.wait_all(sent, ranks, world, before + turn + 3 - _SLOTS) & ok
             if me != root:
                 ok = tdl.wait(sent + root, world, before + turn + 1, peer=root) & ok
             for hop in range(1, ranks):
                 peer = (me + hop) % ranks
                 if peer != root:
-                    if (turn >= _SLOTS) & (place_of(announced, peer) == 0):
-                        late = before + turn + 3 - _SLOTS
-                        ok = tdl.wait(sent + peer, world, late, peer=peer) & ok
                     whose = tl.where(me == root, peer, me)
                     first, size = _part(whose, root, ranks, part_units, count)
                     to = _target(
@@ -278,16 +277,18 @@ class Broadcast(Plan):
 
     def _build_scatter(self) -> None:
         ranks, backend = self.group.size, self.world.backend
+        if ranks == 1:
+            return
         whole, usual = aligned(self._nbytes), broadcast_round_bytes(backend, self._nbytes)
         lanes = self._lanes = 1 if whole <= usual else 2
         self._lane = aligned(-(-whole // lanes))
         self._round = min(whole, usual) // lanes
         self._rounds = -(-(self._lane + (lanes - 1) * self._round // 2) // self._round)
-        self._part = aligned(-(-self._round // max(1, ranks - 1)))
+        self._part = aligned(-(-self._round // (ranks - 1)))
         self._block, self._warps = push_block(backend, lanes * self._part)
         blocks = self.blocks_for(lanes * -(-self._part // self._block))
         self._blocks = max(1, blocks // lanes) * lanes
-        slots = lanes * _SLOTS.value
+        slots = lanes * _SLOTS.value if self._rounds > 1 else 1
         self._stage = self.workspace("staging", (slots * self._round,), np.uint8)
         self._places = self.workspace("places", (4 * self._blocks * ranks,), np.int64)
         self._sent = self.workspace("sent", (self._blocks * ranks,), np.int32, steps=self._rounds)
@@ -326,7 +327,10 @@ class Broadcast(Plan):
         return self._out if out is None else out
 
     def _run(self, stream: int, op: Operand, to: Operand) -> None:
-        if self.algorithm == "low_latency":
+        if self.group.size == 1:
+            if op.address != to.address:
+                self.world.driver.copy(to.address, op.address, self._nbytes, stream, op.owner)
+        elif self.algorithm == "low_latency":
             width = math.gcd(8, self._nbytes, op.address, to.address)
             self._words_kernel(width)(stream, op, to)
         else:

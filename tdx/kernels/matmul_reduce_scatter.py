@@ -61,10 +61,10 @@ def fused_kernel(
 ):  # fmt: skip
     """Compute the tiles of all owners' `rows` rows, the next rank's first, and sum the own ones.
 
-    There are `whole` rows of all owners, of which the last may have fewer. Peers' tiles go to
-    `outgoing`, and are counted in `finished`, for each CHUNK of rows. Tiles are put away in 1 or 4
-    PIECES. If OWN_CHUNK is 0, c has the own rows. Else it has all, the own tiles are counted in
-    `made`, for each OWN_CHUNK of rows, which are computed one after the other.
+    Peers' tiles go to `outgoing`, and are counted in `finished`, for each CHUNK of rows. Tiles are
+    put away in 1 or 4 PIECES. If OWN_CHUNK is 0, c has the own rows. Else it has the `whole` rows
+    of all owners, of which the last may have fewer, and the own tiles are counted in `made`, for
+    each OWN_CHUNK of rows, which are computed one after the other.
     """
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
@@ -83,11 +83,12 @@ def fused_kernel(
     for index in range(tl.program_id(0), tiles * ranks, tl.num_programs(0)):
         owner = (me + 1 + index // tiles) % ranks
         row, col = grouped_tile(index % tiles, tiles_m, tiles_n, GROUP_M)
-        if OWN_CHUNK > 0:  # noqa: SIM102 (known when compiled)
+        part = owner.to(tl.int64) * rows
+        count = rows
+        if OWN_CHUNK > 0:
             if owner == me:
                 row, col = grouped_tile(index % tiles, tiles_m, tiles_n, OWN_GROUP)
-        part = owner.to(tl.int64) * rows
-        count = tl.minimum(rows, whole - part).to(tl.int32)
+            count = tl.minimum(rows, whole - part).to(tl.int32)
         total = tile_product(
             a, b, scale_a, scale_b, part, row, col, count, columns, depth,
             stride_am, stride_ak, stride_bk, stride_bn,
@@ -95,8 +96,8 @@ def fused_kernel(
         )  # fmt: skip
         ok = sound
         if owner == me:
-            signal = signals + row * BM // CHUNK
-            ok = _wait_each(signal, credit, ranks, chunks, world, epoch) & ok
+            ok = tdl.wait_all(credit, ranks, world, tl.load(epoch)) & ok  # to name who is late
+            ok = _wait_each(signals + row * BM // CHUNK, ranks, chunks, world, epoch, ok)
         pieces = _quarters(total, BM, BN) if PIECES == 4 else (total,)
         for i in tl.static_range(PIECES):  # with as much fewer registers
             _put(
@@ -108,15 +109,14 @@ def fused_kernel(
             tdl.notify(signal, me, world, 1, op="add")
         elif OWN_CHUNK > 0:
             tdl.notify(made + row * BM // OWN_CHUNK, me, world, 1, op="add")
-    units = ranks * chunks
     tdl.wait_all(credit, ranks, world, tl.load(epoch))
-    tdl.wait_all(signals, units, world, tl.load(epoch), first_peer=-units)  # see copy_push.py
+    for chunk in range(0, chunks):
+        _wait_each(signals + chunk, ranks, chunks, world, epoch, sound)  # see copy_push.py
 
 
 @triton.jit
-def _wait_each(signal, credit, ranks, step, world, epoch):
-    """Wait for every rank's signal, `step` words apart; for credit first, to name who is late."""
-    ok = tdl.wait_all(credit, ranks, world, tl.load(epoch))
+def _wait_each(signal, ranks, step, world, epoch, ok):
+    """Wait for every rank's signal, `step` words apart. Whether all came, and `ok`."""
     for first in range(0, ranks, 32):
         peers = tl.minimum(first + tl.arange(0, 32), ranks - 1)
         ok = tdl.wait(signal + peers * step, world, tl.load(epoch), peer=peers) & ok

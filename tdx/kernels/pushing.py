@@ -1,4 +1,4 @@
-"""Movement of large blocks into peers' memory: what all_gather, all_to_all and broadcast share.
+"""Movement of large blocks into peers' memory: all_gather, all_to_all, and places for broadcast.
 
 Every rank has a block of S bytes for every rank (all_gather: the same for all) and pushes it where
 the receiver wants it: (W - 1) * S bytes out. All programs of a kernel push to one peer, rank + 1,

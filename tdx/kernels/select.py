@@ -171,18 +171,18 @@ class Movement:
     push_shapes : tuple of (int, int, int)
         (bytes for a peer, bytes a block handles at a time, warps) of kernels that push to peers:
         the first entry that is large enough counts. Empty: as `block_bytes` says.
-    meeting_bytes : int
-        What a link carries while all ranks meet once.
+    signal_bytes : int
+        What a link carries while a peer answers stores and a signal behind them.
     broadcast_rounds : tuple[int, int]
-        Fewest and most bytes of a round of a pipelined broadcast, powers of two from 512 on. Its
-        staging takes four.
+        Fewest and most bytes of a round of a pipelined broadcast, both lanes together: powers of
+        two from 512 on. Its staging takes four.
     """
 
     low_latency_bytes: int
     gather: str
     copy_engine_bytes: int
     push_shapes: tuple[tuple[int, int, int], ...]
-    meeting_bytes: int
+    signal_bytes: int
     broadcast_rounds: tuple[int, int] = (64 << 10, 16 << 20)
 
 
@@ -316,11 +316,11 @@ def gather_chunks(backend: str, nbytes: int) -> int:
 def broadcast_round_bytes(backend: str, nbytes: int) -> int:
     """Bytes of a round of a pipelined broadcast, a power of two.
 
-    Rounds of c bytes take (nbytes / c + 1) * (c / bandwidth + meeting) altogether, which is least
-    at c = sqrt(nbytes * meeting * bandwidth).
+    Rounds of c bytes take (nbytes / c + 1) * (c / bandwidth + signal) altogether, if nothing hides
+    the signals, which is least at c = sqrt(nbytes * signal * bandwidth).
     """
     fewest, most = MOVEMENT[backend].broadcast_rounds
-    best = math.isqrt(nbytes * MOVEMENT[backend].meeting_bytes)
+    best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes)
     return min(most, max(fewest, power_of_two(best)))
 
 

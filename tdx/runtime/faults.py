@@ -156,7 +156,7 @@ class Faults:
             peer = word // site.words_per_rank
         peer = ranks[peer] if 0 <= peer < len(ranks) else -1
         number, signal = (
-            site.usage.call_of((expected - 1) // site.steps + 1),
+            site.usage.call_of(expected, site.steps),
             f"{site.signal}[{word}]",
         )
         who = f"rank {peer}" if peer >= 0 else "a peer"

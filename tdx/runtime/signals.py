@@ -64,12 +64,12 @@ class Usage(Entry):
                 return f"{self.code.co_filename}:{line}"
         return self.code.co_filename
 
-    def call_of(self, expected: int) -> int:
-        """The call that waits for `expected`, 32 bits: signals of plans count their calls.
+    def call_of(self, expected: int, steps: int = 1) -> int:
+        """The call that waits for `expected`, 32 bits: signals of plans count their calls' steps.
 
         The host may have queued later ones since.
         """
-        behind = (self.calls - expected) & 0xFFFFFFFF
+        behind = ((self.calls * steps - expected) & 0xFFFFFFFF) // steps
         return self.calls - behind if behind < self.calls else self.calls
 
 

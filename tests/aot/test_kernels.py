@@ -102,6 +102,12 @@ def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
         assert positions(code, r"(global|buffer)_load(_lds)?_dwordx4")
 
 
+@pytest.mark.parametrize("case", ["broadcast-scatter", "broadcast-scatter-odd"])
+def test_copies_need_no_shared_memory(outcome_of, case):
+    """What is loaded stays with its thread until it is stored."""
+    assert outcome_of(case, "sm_90").ttgir.count("convert_layout") == 0
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_who_adds_the_parts_of_a_split_product_sees_them(outcome_of, target):
     """The count of blocks comes behind a barrier of the stores, and acquires."""

@@ -90,9 +90,12 @@ MOVES = [
 
 
 @contextmanager
-def many_rounds(staging: int = 4096) -> Iterator[None]:
-    """Plans made inside on the host tier have many blocks, and stage in rounds of few bytes."""
-    few = dataclasses.replace(MOVEMENT["host"], broadcast_rounds=(512, 1024))
+def many_rounds(staging: int = 4096, rounds: tuple[int, int] = (512, 1024)) -> Iterator[None]:
+    """Plans made inside on the host tier have many blocks, and stage in rounds of few bytes.
+
+    `rounds`: of a broadcast.
+    """
+    few = dataclasses.replace(MOVEMENT["host"], broadcast_rounds=rounds)
     with many_blocks(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(MOVEMENT, "host", few)
         patch.setattr(pushing, "STAGING_LIMIT_BYTES", staging)

@@ -137,30 +137,29 @@ def products_of_ranks_that_differ(rank: Rank) -> None:
 def products_are_loaded_before_kernels_wait_for_them(rank: Rank) -> None:
     """Also for operands that are aligned unlike the usual ones."""
     import tdx
+    from tdx.kernels.copy_push import CopyPush
 
-    world = rank.init()
-    a, b = (world.zeros(s, "bfloat16", symmetric=False) for s in ((2048, 64), (64, 48)))
-    for make, algorithm, rows in (
-        (tdx.MatmulReduceScatter, "fused", 1024), (tdx.MatmulAllReduce, "copy_engine", 2048),
-    ):  # fmt: skip
-        plan = make(world, a.shape, b.shape, "bfloat16", algorithm=algorithm)
-        start, loads = plan._way.push.start, []
+    def loaded() -> int:
+        return rank.fake.calls()["cuModuleLoadData"]
 
-        def loaded() -> int:
-            return rank.fake.calls()["cuModuleLoadData"]
+    def noting(push: Any, *args: Any) -> Any:
+        loads.append(loaded())
+        return start(push, *args)
 
-        def noted(*args: Any, start: Any = start, loads: list[int] = loads) -> Any:
-            loads.append(loaded())
-            return start(*args)
-
-        plan._way.push.start = noted
-        memory = world.zeros((rows * 48 + 1,), "bfloat16", symmetric=False)
-        for out in (memory[:-1], memory[1:]):
-            before = loaded()
-            plan(a, b, out=out.reshape((rows, 48)))
-            assert (
-                loads.pop()
-                == loaded()
-                == before + (out.data_ptr() % 16 > 0) * (2 if algorithm == "copy_engine" else 1)
-            )
-    world.close()
+    start, loads = CopyPush.start, []
+    with rank.leaves_modules(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyPush, "start", noting)
+        world = rank.init()
+        a, b = (world.zeros(s, "bfloat16", symmetric=False) for s in ((2048, 64), (64, 48)))
+        for make, algorithm, rows, kernels in (
+            (tdx.MatmulReduceScatter, "fused", 1024, 1),
+            (tdx.MatmulAllReduce, "copy_engine", 2048, 2),
+        ):
+            plan = make(world, a.shape, b.shape, "bfloat16", algorithm=algorithm)
+            memory = world.zeros((rows * 48 + 1,), "bfloat16", symmetric=False)
+            for out in (memory[:-1], memory[1:]):
+                before = loaded()
+                plan(a, b, out=out.reshape((rows, 48)))
+                assert loads.pop() == loaded() == before + kernels * (out.data_ptr() % 16 > 0)
+        world.close()
+        del a, b, plan, memory, out

@@ -240,4 +240,4 @@ def test_page_cannot_be_made(monkeypatch):
     assert all("no memory files here" in str(result) for result in results)
     assert all(isinstance(result, TdxError) for result in results[1:])
     time.sleep(0.1)
-    assert open_fds() == before
+    assert open_fds().items() <= before.items()  # threads of other tests may close theirs

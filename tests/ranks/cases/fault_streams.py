@@ -14,8 +14,10 @@ import triton.language as tl
 import tdx
 import tdx.language as tdl
 from tdx.kernels.barrier import Barrier
+from tdx.kernels.pushing import announce
 from tdx.runtime.errors import PeerTimeout, TdxError
 from tests.helpers.cases import isolated, limit, worlds
+from tests.helpers.movement import many_rounds
 
 TIMEOUT_S = 1.0
 
@@ -306,4 +308,46 @@ def case_calls_behind_a_fault_leave_the_late_rank_its_data(comm, backend, name):
         with contextlib.suppress(PeerTimeout):  # it may hear of the fault, or get what is right
             values = set(plan(inputs[1], *others).numpy().ravel().tolist())
             assert values == ({10.0} if name == "pull" else {20.0})
+    close_all(world)
+
+
+@triton.jit
+def stops_kernel(out, stage, places, sent, channel, world, rounds, turns):
+    """A peer's side of a broadcast into staging, which stops after `turns` rounds."""
+    ranks = tdl.num_ranks(world)
+    number = tdl.epoch(channel)
+    announce(places + (number & 1) * 2 * tl.num_programs(0) * ranks, stage, out, 0, number, world)
+    everyone = tl.arange(0, 64)
+    own = sent + tl.program_id(0) * ranks + tdl.rank(world)
+    for turn in range(0, turns):
+        value = (number - 1) * rounds + turn + 1
+        tdl.notify(own, everyone, world, value, when=everyone < ranks)
+
+
+@isolated
+@worlds(3)
+@limit(60)
+def case_who_stops_within_a_broadcast(comm, backend):
+    """Is named, also by a peer that writes to symmetric memory and so waits for the root alone."""
+    world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
+    count = 1 << 20
+    with contextlib.ExitStack() as stack:
+        if backend == "host":
+            stack.enter_context(many_rounds(rounds=(1 << 16, 1 << 16)))
+        plan = tdx.Broadcast(world, count, "int8", 0, algorithm="scatter")
+    turns = 2
+    assert plan._rounds > 4 + turns
+    x, out = world.zeros(count, "int8", symmetric=False), world.zeros(count, "int8")
+    arguments = (plan._stage, plan._places, plan._sent, plan._channel, world.handle, plan._rounds)
+    stops_kernel[(plan._blocks,)](x, *arguments, 0)  # compiled beforehand; nothing else is sent
+    comm.barrier()
+    if world.rank == 2:
+        stops_kernel[(plan._blocks,)](x, *arguments, turns)
+        world.synchronize()
+    else:
+        plan(x, out=out)
+        fault = raised(world.synchronize, within=10)
+        assert (fault.peer, fault.operation) == (2, "broadcast"), fault
+        assert fault.signal.startswith("sent[")
+    comm.barrier()
     close_all(world)

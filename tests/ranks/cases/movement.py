@@ -167,21 +167,29 @@ def case_late_ranks(world, move):
 @worlds(2, 3, 5)
 @limit(120)
 @pytest.mark.parametrize("staged", ["all", "some", "none"])
-def case_broadcast_of_many_rounds(world, staged):
-    """More rounds than staging slots, in calls one behind the other, each rank late once."""
-    shape, root = (6001,), 1
-    with many_rounds():
-        plan = tdx.Broadcast(world, shape, "int8", root, algorithm="scatter")
+@pytest.mark.parametrize("shift", [0, 1])
+def case_broadcast_of_many_rounds(world, staged, shift):
+    """More rounds than staging slots, of several blocks; each rank is late once.
+
+    Calls are queued one behind the other. With `shift` ranks move words of different widths.
+    """
+    count, root = 50001 - shift, 1
+    with many_rounds(rounds=(8192, 8192)):
+        plan = tdx.Broadcast(world, count, "int8", root, algorithm="scatter")
     assert plan._rounds > 6
+    assert plan._blocks >= 4
     symmetric = {"all": False, "some": world.rank == 0, "none": True}[staged]
-    shared = [world.array(poisoned(shape, "int8")) for _ in range(2 * world.size)]
+    begin = shift * world.rank
+    shared = [world.array(poisoned(count + world.size, "int8")) for _ in range(2 * world.size)]
     outs = [out if symmetric else world.array(out.numpy(), symmetric=False) for out in shared]
     for turn, out in enumerate(outs):
         if turn // 2 == world.rank:
             time.sleep(0.02)
-        plan(world.array(values(world.rank, shape, "int8", turn), symmetric=False), out=out)
+        mine = values(world.rank, count, "int8", turn)
+        plan(world.array(mine, symmetric=False), out=out[begin : begin + count])
     for turn, out in enumerate(outs):
-        assert_same_bits(out.numpy(), values(root, shape, "int8", turn), turn)
+        got = out.numpy()[begin : begin + count]
+        assert_same_bits(got, values(root, count, "int8", turn), turn)
 
 
 @worlds(2, 3)
