@@ -230,8 +230,7 @@ class AllGatherMatmul(Plan):
 
     def _tiles(self, columns: int) -> int:
         """Tiles of one chunk."""
-        config = self.config
-        return -(-self._gathering.chunk_rows // config.block_m) * -(-columns // config.block_n)
+        return self.config.tiles(self._gathering.chunk_rows, columns)
 
     def __call__(
         self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None,

@@ -223,8 +223,7 @@ def bind_matmul(
     `others` are the types of c, bias and scales; `memory` is what split_memory gave; `senders` is
     the handle of the group that sent a.
     """
-    rows, n, _, *_ = sizes
-    tiles = -(-rows // config.block_m) * -(-n // config.block_n)
+    tiles = config.tiles(*sizes[:2])
     constants = product.constants | product.product_constants(config, sizes, steps, described)
     constants["GATHERED"] = senders is not None
     kernel: Any = matmul_kernel

@@ -230,7 +230,7 @@ class _OneKernel:
         size, config, whole = plan.group.size, plan.config, plan.algorithm == "one_shot"
         rows, columns = plan._rows, plan.shape_b[1]
         tile = config.block_m * config.block_n
-        tiles = -(-rows // config.block_m) * -(-columns // config.block_n)
+        tiles = config.tiles(rows, columns)
         owned = max(1, tiles if whole else -(-tiles // size))
         partials = plan.workspace("partials", (2 * size * owned * tile,), plan.partial_dtype)
         kept = 1 if whole else max(1, tiles)  # finished tiles of other owners

@@ -221,7 +221,7 @@ class Fused:
         world, size, config = plan.world, plan.group.size, plan.config
         columns, kind = plan.shape_b[1], plan.partial_dtype
         self._rows, self._own_chunk = rows, own_chunk
-        self._tiles = -(-rows // config.block_m) * -(-columns // config.block_n)
+        self._tiles = config.tiles(rows, columns)
         least, passes = constants(world.backend).scattered_rows, 2 if own_chunk else 1
         self._chunk = chunk_rows(rows, least, size - 1, passes)
         counts = _chunk_tiles(config, rows, columns, self._chunk)
@@ -301,8 +301,7 @@ def chunk_rows(rows: int, least: int, peers: int, passes: int = 1) -> int:
 def _chunk_tiles(config: Config, rows: int, columns: int, chunk: int) -> list[int]:
     """Tiles of each chunk of `chunk` rows; of one, if there are no rows."""
     return [
-        -(-min(chunk, rows - first) // config.block_m) * -(-columns // config.block_n)
-        for first in range(0, max(1, rows), chunk)
+        config.tiles(min(chunk, rows - first), columns) for first in range(0, max(1, rows), chunk)
     ]
 
 

@@ -75,7 +75,7 @@ def split_memory(world: World, config: Config, rows: int, columns: int) -> tuple
     """`sums` and `arrived` for products of this size, one at a time; () where K is not split."""
     if config.split_k == 1:
         return ()
-    tiles = -(-rows // config.block_m) * -(-columns // config.block_n)
+    tiles = config.tiles(rows, columns)
     size = tiles * config.split_k * config.block_m * config.block_n
     return (
         world.empty((max(1, size),), "float32", symmetric=False, name="partial sums"),

@@ -57,6 +57,10 @@ class Config:
         if not 1 <= self.split_k <= 16:
             raise InvalidArgument(f"split_k={self.split_k} must be from 1 to 16")
 
+    def tiles(self, rows: int, columns: int) -> int:
+        """Tiles of a matrix."""
+        return -(-rows // self.block_m) * -(-columns // self.block_n)
+
     def check_fused(self, algorithm: str) -> None:
         """Raise unless `algorithm`, which fuses a product with communication, can run so."""
         if self.split_k > 1:
