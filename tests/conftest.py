@@ -16,6 +16,7 @@ from tests.helpers.commands import ROOT
 from tests.helpers.jobs import CaseFailure, Jobs, Request, Skipped
 
 _CASES = ROOT / "tests" / "ranks" / "cases"
+_TOOLS = {"cuda": ["nvidia-smi", "-L"], "hip": ["rocm-smi", "--showid", "--csv"]}
 _JOBS = pytest.StashKey[Jobs]()
 
 
@@ -35,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not _largest_world(config):
+        backend = config.getoption("--tdx-backend")
+        raise pytest.UsageError(
+            f"--tdx-backend {backend}: {' '.join(_TOOLS[backend])} shows no GPU, or is not there; "
+            "leave the option away to run on the host tier, or pass the GPUs into the container"
+        )
     config.stash[_JOBS] = Jobs(config.getoption("--tdx-backend"))
     os.environ.pop("TDX_BACKEND", None)  # not the user's: see tests/helpers/commands.py
 
@@ -146,7 +153,9 @@ def _largest_world(config: pytest.Config) -> int:
         return int(given)
     if backend == "host":
         return 1 << 30
-    command = ["nvidia-smi", "-L"] if backend == "cuda" else ["rocm-smi", "--showid", "--csv"]
     needle = "GPU " if backend == "cuda" else "card"
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    try:
+        done = subprocess.run(_TOOLS[backend], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no tool, or it finds no driver
+        return 0
     return sum(line.startswith(needle) for line in done.stdout.splitlines())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tdx
+from tdx.kernels.select import takes_low_latency
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 ALGORITHMS = ("low_latency", "push", "copy_engine", "pull")
 COLUMNS = ("bytes", "nccl", *ALGORITHMS, "chosen", "floor", "ratio", "% of floor")
 _SIZES = tuple(1 << shift for shift in range(12, 29, 2))  # 4 KiB to 256 MiB
-_LOW_LATENCY_BYTES = 4 << 20
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -27,7 +27,7 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
         expected = np.concatenate(given)
         row: dict[str, Any] = {"bytes": nbytes, **bench.peers.all_gather(given[world.rank])}
         for algorithm in ALGORITHMS:
-            if algorithm == "low_latency" and x.nbytes > _LOW_LATENCY_BYTES:
+            if algorithm == "low_latency" and not takes_low_latency(x.nbytes, world.size):
                 continue
             plan = tdx.AllGather(world, numel, bench.dtype, algorithm=algorithm)
             bench.measure(row, algorithm, plan, x, expected)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tdx
+from tdx.kernels.select import LOW_LATENCY_BYTES
 from tdx.tools.timing import device_time, host_time
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ COLUMNS = (
     "bytes", "memory", "nccl", "torch_one_shot", "torch_two_shot", *ALGORITHMS, "chosen", "floor",
     "ratio", "% of floor",
 )  # fmt: skip
-_LIMITS = {"low_latency": 1 << 20, "low_latency_two_shot": 4 << 20, "one_shot": 4 << 20}
+_LIMITS = {"low_latency": 1 << 20, "low_latency_two_shot": LOW_LATENCY_BYTES, "one_shot": 4 << 20}
 _SIZES = tuple(1 << n for n in range(10, 29, 2))
 
 
@@ -32,17 +33,18 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
             for r in range(world.size)
         ]
         peers = bench.peers.all_reduce(values[world.rank])
-        expected = np.sum([v.astype(np.float32) for v in values], axis=0)
+        expected = np.sum([v.astype(np.float32) for v in values], axis=0).astype(bench.dtype)
         for memory in ("symmetric", "foreign"):
             # foreign: as from another framework, with a result that is not the plan's buffer
             x = world.array(values[world.rank], symmetric=memory == "symmetric")
             out = None if memory == "symmetric" else world.empty(numel, x.dtype, symmetric=False)
             row: dict[str, Any] = {"bytes": nbytes, "memory": memory, **peers}
+            make = partial(tdx.AllReduce, world, numel, bench.dtype, buffer=out is None)
             for algorithm in (*ALGORITHMS, None):
-                if nbytes <= _LIMITS.get(algorithm or "", nbytes):
-                    plan = tdx.AllReduce(
-                        world, numel, bench.dtype, algorithm=algorithm, buffer=out is None
-                    )
+                if nbytes > _LIMITS.get(algorithm or "", nbytes):
+                    continue
+                plan = bench.plan(row, algorithm, make)
+                if plan is not None:
                     _measure(bench, row, plan, algorithm or "chosen", x, out, expected)
             bench.rate(
                 row,
@@ -58,6 +60,6 @@ def _measure(
 ) -> None:
     call = partial(plan, x, out)
     row[name] = device_time(bench.world, call, bench.calls(row["bytes"]))
-    if not (call().numpy().astype(np.float32) == expected).all():
+    if not (call().numpy() == expected).all():
         row["error"] = f"{name}: wrong result"
     row[f"{name}_host"] = host_time(bench.world, call)

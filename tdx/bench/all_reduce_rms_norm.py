@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tdx
+from tdx.kernels.select import LOW_LATENCY_BYTES
 from tdx.tools.reference import Matrix, Result, sample
 from tdx.tools.timing import host_time
 
@@ -24,7 +25,7 @@ COLUMNS = (
     "M", "N", "nccl+library", "all_reduce", *ALGORITHMS, "chosen", "cost", "floor", "% of floor",
     "ratio",
 )  # fmt: skip
-_LIMITS = {"low_latency": 4 << 20, "one_shot": 16 << 20}
+_LIMITS = {"low_latency": LOW_LATENCY_BYTES, "one_shot": 16 << 20}
 _EPS = 1e-6
 
 
@@ -54,12 +55,13 @@ def _row(bench: Bench, m: int, n: int) -> dict[str, Any]:
     compared.peers(bench.peers.products.all_reduce_rms_norm(x, w, r, _EPS, out), result)
     alone = partial(tdx.AllReduce(world, (m, n), dtype), x, reduced)
     compared.ours("all_reduce", alone, Result(reduced, lines, columns, total[:, columns]))
+    make = partial(tdx.AllReduceRmsNorm, world, (m, n), dtype, residual=True, eps=_EPS)
     for algorithm in (*ALGORITHMS, None):
         if x.nbytes > _LIMITS.get(algorithm or "", x.nbytes):
             continue
-        plan = tdx.AllReduceRmsNorm(
-            world, (m, n), dtype, residual=True, eps=_EPS, algorithm=algorithm
-        )
+        plan = bench.plan(row, algorithm, make)
+        if plan is None:
+            continue
         fused = partial(plan, x, w, out, residual=r)
         compared.ours(algorithm or "chosen", fused, result)
     compared.time()

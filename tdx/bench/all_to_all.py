@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tdx
+from tdx.kernels.select import takes_low_latency
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 ALGORITHMS = ("low_latency", "push")
 COLUMNS = ("bytes", "nccl", *ALGORITHMS, "chosen", "floor", "ratio", "% of floor")
 _SIZES = tuple(1 << shift for shift in range(12, 29, 2))  # 4 KiB to 256 MiB
-_LOW_LATENCY_BYTES = 4 << 20
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -28,7 +28,7 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
         expected = np.concatenate([values[mine] for values in given])
         row: dict[str, Any] = {"bytes": nbytes, **bench.peers.all_to_all(given[world.rank])}
         for algorithm in ALGORITHMS:
-            if algorithm == "low_latency" and block > _LOW_LATENCY_BYTES:
+            if algorithm == "low_latency" and not takes_low_latency(block, world.size):
                 continue
             plan = tdx.AllToAll(world, x.shape, bench.dtype, algorithm=algorithm)
             bench.measure(row, algorithm, plan, x, expected)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import tdx
+from tdx.kernels.select import takes_low_latency
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 ALGORITHMS = ("low_latency", "scatter")
 COLUMNS = ("bytes", "nccl", *ALGORITHMS, "chosen", "floor", "ratio", "% of floor")
 _SIZES = tuple(1 << shift for shift in range(12, 29, 2))  # 4 KiB to 256 MiB
-_LOW_LATENCY_BYTES = 4 << 20
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -25,7 +25,7 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
         x = world.array(given.view(bench.dtype))
         row: dict[str, Any] = {"bytes": nbytes, **bench.peers.broadcast(given)}
         for algorithm in ALGORITHMS:
-            if algorithm == "low_latency" and x.nbytes > _LOW_LATENCY_BYTES:
+            if algorithm == "low_latency" and not takes_low_latency(x.nbytes, world.size):
                 continue
             plan = tdx.Broadcast(world, numel, bench.dtype, 0, algorithm=algorithm)
             bench.measure(row, algorithm, plan, x, expected)

@@ -63,6 +63,9 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     small = world.zeros(1024, np.float32)
     plan = tdx.AllReduce(world, small.shape, small.dtype)
     yield row("all_reduce plan call, host time", host_time(world, lambda: plan(small)))
+    result = world.zeros(small.shape, small.dtype)
+    given = host_time(world, lambda: tdx.all_reduce(small, out=result))
+    yield row("tdx.all_reduce(out=) call, host time", given)
     yield row("tdx.all_reduce call, host time", host_time(world, lambda: tdx.all_reduce(small)))
     if world.size > 1:
         round_trips = device_time(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import tdx
+from tdx.kernels.select import takes_low_latency
 from tdx.tools.timing import device_time, host_time
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("low_latency", "push")
 COLUMNS = ("bytes", "nccl", *ALGORITHMS, "chosen", "floor", "ratio", "% of floor")
-_LOW_LATENCY_BYTES = 4 << 20
 _SIZES = tuple(1 << n for n in range(12, 29, 2))
 
 
@@ -31,15 +31,17 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
         ]
         x = world.array(values[world.rank], symmetric=False)
         own = slice(world.rank * rows, (world.rank + 1) * rows)
-        expected = np.sum([v[own].astype(np.float32) for v in values], axis=0)
+        expected = np.sum([v[own].astype(np.float32) for v in values], axis=0).astype(bench.dtype)
         row: dict[str, Any] = {"bytes": nbytes, **bench.peers.reduce_scatter(values[world.rank])}
         for algorithm in (*ALGORITHMS, None):
-            if algorithm == "low_latency" and nbytes > _LOW_LATENCY_BYTES:
+            if algorithm == "low_latency" and not takes_low_latency(nbytes, world.size):
                 continue
-            plan = tdx.ReduceScatter(world, numel, bench.dtype, algorithm=algorithm)
+            plan = bench.plan(row, algorithm, partial(tdx.ReduceScatter, world, numel, bench.dtype))
+            if plan is None:
+                continue
             name, call = algorithm or "chosen", partial(plan, x)
             row[name] = device_time(world, call, bench.calls(nbytes))
-            if not (call().numpy().astype(np.float32) == expected).all():
+            if not (call().numpy() == expected).all():
                 row["error"] = f"{name}: wrong result"
             row[f"{name}_host"] = host_time(world, call)
         bench.rate(

@@ -41,13 +41,14 @@ from tdx.kernels.call import one_line
 from tdx.kernels.copy_engine import CopyEngine
 from tdx.kernels.copying import copy_share
 from tdx.kernels.gathering import Gathering
-from tdx.kernels.low_latency import LowLatency, check_low_latency
-from tdx.kernels.operand import Operand, byte_units, elements
+from tdx.kernels.low_latency import LowLatency
+from tdx.kernels.operand import Operand, byte_units, elements, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import ALIGNMENT, Push, aligned, check_overlap
-from tdx.kernels.select import block_bytes, gather_algorithm
+from tdx.kernels.select import block_bytes, check_low_latency, gather_algorithm
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
+from tdx.runtime.checks import check_int
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -159,9 +160,8 @@ class AllGather(Plan):
             self.dtype = dtypes.resolve(dtype)
             if not self.shape:
                 raise InvalidArgument("all_gather: the input needs at least one axis, got shape ()")
-            if not isinstance(chunks_per_rank, int) or chunks_per_rank < 1:
-                raise InvalidArgument(f"chunks_per_rank must be an int >= 1, got {chunks_per_rank}")
-            if chunks_per_rank > 1 and not progress:
+            chunks = check_int(chunks_per_rank, "chunks_per_rank", 1)
+            if chunks > 1 and not progress:
                 raise InvalidArgument("chunks_per_rank is for progress=True")
             check_algorithm("all_gather", algorithm, ALGORITHMS)
             if progress and algorithm is not None:
@@ -180,11 +180,11 @@ class AllGather(Plan):
             self.gathering: Gathering | None = None
             shared.update(
                 shape=self.shape, dtype=self.dtype, progress=progress,
-                chunks_per_rank=chunks_per_rank, algorithm=self.algorithm,
+                chunks_per_rank=chunks, algorithm=self.algorithm,
             )  # fmt: skip
         with self.preparation():
             if progress:
-                self._build_progress(chunks_per_rank)
+                self._build_progress(chunks)
             else:
                 self._build(buffer)
 
@@ -193,6 +193,7 @@ class AllGather(Plan):
         self.progress, self.epoch = gathering.progress, gathering.epoch
         self.chunks, self.chunk_rows = gathering.chunks, gathering.chunk_rows
         self.gathering = gathering
+        self._shown = [operand(self.world, gathering.buffer, "gathered")]
 
     def _build(self, buffer: bool) -> None:
         # push and copy engines write into the peers' buffers themselves
@@ -219,19 +220,28 @@ class AllGather(Plan):
         gathered buffer, a symmetric array. The buffer is overwritten by the next call. `x` may be
         the own part of `out`.
         """
-        op = self.input(x, self.shape, self.dtype)
-        gathering = self.gathering
-        if gathering is not None:
-            if out is not None:
+        try:
+            op = self.input(x, self.shape, self.dtype)
+            gathering = self.gathering
+            if gathering is None:
+                to = self.output(out, self._out, self.out_shape, self.dtype)
+                own, size = self.group.rank * self._nbytes, self.group.size
+                for written in (to, *self._shown):
+                    check_overlap(
+                        "all_gather", op, written, own, (self._nbytes, size * self._nbytes)
+                    )
+                handle = self.begin(stream, op, to)
+            elif out is None:
+                handle = self.begin(stream, op)
+            else:
                 raise InvalidArgument("all_gather: out= is not for plans with progress=True")
-            handle = self.begin(stream, op)
+        except Exception as error:
+            self.refuse(error)
+            raise
+        if gathering is not None:
             gathering.join(handle)
             gathering.start(self, op, handle)
             return gathering.buffer.reshape(self.out_shape)
-        to = self.output(out, self._out, self.out_shape, self.dtype)
-        own, size = self.group.rank * self._nbytes, self.group.size
-        check_overlap("all_gather", op, to, own, (self._nbytes, size * self._nbytes))
-        handle = self.begin(stream, op, to)
         if self._nbytes:
             self._movement.run(self, handle, op, to)
         return self._out if out is None else out

@@ -14,14 +14,14 @@ unfused  All rows are gathered, then multiplied: for few rows, whose product tak
 Several B (q, k, v; gate and up) share one gather. float8 rows travel with their scales. Bits for
 one Config do not depend on the order of arrival: a tile is one block's sum over K.
 
-Ordering: when the operation is complete on a rank's stream, its rows were sent, all rows had
-arrived, and A may be reused. The gathered buffer is the plan's: peers write it again once this
-rank has entered its next call.
+Ordering: when the operation is complete on a rank's stream, its rows were sent, all rows had come
+and A may be reused. Peers write the plan's gathered buffer once this rank enters its next call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ import tdx.language as tdl
 from tdx.kernels.call import Call
 from tdx.kernels.gathering import GatherFirst, Gathering
 from tdx.kernels.matmul import bind_matmul, multiply_rows
-from tdx.kernels.operand import elements, for_each, operand, overlap
+from tdx.kernels.operand import check_apart, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import (
     Config,
@@ -42,10 +42,12 @@ from tdx.kernels.product import (
     given_operand,
     takes_options,
 )
-from tdx.kernels.select import constants, follows, gather_chunks, power_of_two
+from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
 from tdx.kernels.split_matmul import split_memory
 from tdx.kernels.tile_product import known, known_strides
+from tdx.kernels.tiles import check_config
 from tdx.runtime.array import Array
+from tdx.runtime.checks import check_int
 from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
@@ -73,12 +75,12 @@ def consume_kernel(
     stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
     me = tdl.rank(world)
     units = tdl.num_ranks(world) * chunks
-    # tiles go round the blocks over all chunks, whatever the order of their arrival
+    # tiles go round the blocks over all chunks, in whatever order they come; own ones to the first
     chunk_tiles = tl.cdiv(chunk_rows, BM) * tl.cdiv(columns, BN)
     first_row = me.to(tl.int64) * rows
     multiply_rows(
         own, b, c, bias, scales + first_row, scale_b, 0, first_row, rows, columns, depth,
-        depth, 1, stride_bk, stride_bn, me * chunks * chunk_tiles, tdl.no_fault(world),
+        depth, 1, stride_bk, stride_bn, 0, tdl.no_fault(world),
         trace, _arrived(progress, units, epoch, TRACE), BM, BN, BK, GROUP_M, PRECISION,
         HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED, TRACE,
     )  # fmt: skip
@@ -89,12 +91,13 @@ def consume_kernel(
         unit, done, ok = tdl.wait_any(progress, units, world, number, done, first=me * chunks)
         if DESCRIBED:
             tdl.fence_async_proxy()
+        before = (unit - me * chunks + units) % units * chunk_tiles
         begin = (unit % chunks) * chunk_rows
         first_row = (unit // chunks).to(tl.int64) * rows + begin
         multiply_rows(
             gathered, b, c, bias, scales, scale_b, first_row, first_row,
             tl.minimum(chunk_rows, rows - begin), columns, depth,
-            depth, 1, stride_bk, stride_bn, unit * chunk_tiles, ok,
+            depth, 1, stride_bk, stride_bn, before, ok,
             trace, _arrived(progress, units, epoch, TRACE), BM, BN, BK, GROUP_M, PRECISION,
             HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED, TRACE,
         )  # fmt: skip
@@ -167,43 +170,41 @@ class AllGatherMatmul(Plan):
             following = chunks_per_rank is not None or trace
             if algorithm == "unfused" and following:
                 raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
-            self._check(chunks_per_rank)
+            self._check()
             *lead, self._depth = self.shape_a
             self._rows, size = elements(lead), self.group.size
-            nbytes = self._rows * self._depth * self.dtype.itemsize
+            line = self._depth * self.dtype.itemsize
+            nbytes = self._rows * line
             if chunks_per_rank is None:
-                chunks_per_rank = gather_chunks(world.backend, nbytes)
+                chunks_per_rank = gather_chunks(world.backend, nbytes, line, size - 1)
+            chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
             first = not following and follows(world.backend, self._rows, nbytes, size)
             self.algorithm = algorithm or ("unfused" if first else "fused")
             parts = 1 if self.algorithm == "unfused" else size
-            if config is not None and self.algorithm == "fused":
-                config.check_fused("fused")
-            rows, widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
-            self.config = self.product.tile(config, world, rows, widest, self._depth, parts)
+            check_config(config, "fused" if self.algorithm == "fused" else "")
+            rows, self._widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
+            first_us = engines_us(world.backend, nbytes * (size - 1) // chunks)
+            self.config = self.product.tile(
+                config, world, rows, self._widest, self._depth, parts, parts == 1, first_us
+            )
             self._traced = trace
-            shared.update(
-                a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype,
-                algorithm=self.algorithm,
-            )  # fmt: skip
+            shared.update(a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype)
+            shared.update(algorithm=self.algorithm)
             if self.algorithm == "fused":  # what the rows of a chunk follow from
                 usual = power_of_two(min(rows, constants(world.backend).tile[0]))
                 self._multiple = config.block_m if config else usual
-                shared.update(chunks_per_rank=chunks_per_rank, multiple=self._multiple)
+                shared.update(chunks_per_rank=chunks, multiple=self._multiple)
         with self.preparation():
-            self._build(chunks_per_rank, buffer)
+            self._build(chunks, buffer)
 
-    def _check(self, chunks: int | None) -> None:
+    def _check(self) -> None:
         if len(self.shape_a) < 2:
             raise InvalidArgument(f"a needs 2 or more axes (m, ..., K), got {self.shape_a}")
         for shape in self.shapes_b:
             if len(shape) != 2 or shape[0] != self.shape_a[-1]:
                 raise InvalidArgument(
-                    f"b of shape {shape} does not fit a of shape {self.shape_a}: "
-                    f"expected ({self.shape_a[-1]}, N)"
+                    f"b {shape} does not fit a {self.shape_a}: expected ({self.shape_a[-1]}, N)"
                 )
-        most = tdl.MAX_WAIT_ANY // self.group.size
-        if chunks is not None and not 1 <= chunks <= most:
-            raise InvalidArgument(f"chunks_per_rank={chunks} must be from 1 to {most}")
 
     def _build(self, chunks: int, buffer: bool) -> None:
         world, size, depth = self.world, self.group.size, self._depth
@@ -215,22 +216,22 @@ class AllGatherMatmul(Plan):
         else:
             multiple = self._multiple if chunks > 1 else 1  # no ragged tile at a chunk's end
             self._gathering = Gathering(self, shape, self.dtype, chunks, multiple, scaled, True)
+        self._shown = [operand(world, self._gathering.buffer, "gathered")]
         lead = (size * self.shape_a[0], *self.shape_a[1:-1])
         self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
         units = size * self._gathering.chunks if self._traced else 0
+        self._tiles = partial(self.config.tiles, self._gathering.chunk_rows)  # of a chunk
         self._traces = [
             world.zeros((max(1, units * self._tiles(n)),), "int32", symmetric=False)
             for _, n in self.shapes_b
         ]
         self._kernels: dict[Any, Callable[..., None]] = {}
+        self._split = split_memory(world, self.config, size * self._rows, self._widest)
+        self._memory += [array._block for array in self._split]
         for i, (_, n) in enumerate(self.shapes_b):
             if self.product.prepares(self.config, (size * self._rows, n, depth, depth, 1, n, 1)):
                 self._consumer(i, (n, 1), 0, self.dtype, True)
-
-    def _tiles(self, columns: int) -> int:
-        """Tiles of one chunk."""
-        return self.config.tiles(self._gathering.chunk_rows, columns)
 
     def __call__(
         self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None,
@@ -238,44 +239,43 @@ class AllGatherMatmul(Plan):
     ) -> Any:  # fmt: skip
         """Queue the operation; returns the product, or a tuple of them for several b.
 
-        `a` is contiguous; b, out, bias and scale_b are single values or sequences as the plan was
-        made. Scales are as matmul has them: `scale_a` of the own rows.
-        Without `out` the plan's own buffers are returned, overwritten by its next call.
+        `a` is contiguous; b, out, bias, scale_b: single values or sequences as the plan was made.
+        Scales: as matmul has them. Without `out`: the plan's own buffers, until its next call.
         """
-        world, product, count = self.world, self.product, len(self.shapes_b)
-        x = self.input(a, self.shape_a, self.dtype, "a")
-        bs, outs, biases, scales = (
-            for_each(value, count, self._single, what)
-            for value, what in ((b, "b"), (out, "out"), (bias, "bias"), (scale_b, "scale_b"))
-        )
-        left, step = product.check_scale(world, scale_a, self.shape_a[:-1], "scale_a", x)
-        products = []
-        for i, (k, n) in enumerate(self.shapes_b):
-            y = operand(world, bs[i], "b")
-            product.check(x, y, k, n)
-            to = self.output(outs[i], self._outs[i], self.out_shapes[i], product.out_dtype)
-            vector = product.check_bias(world, biases[i], n, x)
-            right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
-            run = self._consumer(i, y.strides, step_b, vector.dtype, not y.address % 16)
-            products.append((run, y, to, vector, right))
-        handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
-        if self._rows:
-            written = (
-                operand(world, self._gathering.buffer, "gathered"),
-                *(p[2] for p in products),
+        try:
+            world, product, count = self.world, self.product, len(self.shapes_b)
+            x = self.input(a, self.shape_a, self.dtype, "a")
+            bs, outs, biases, scales = (
+                for_each(value, count, self._single, what)
+                for value, what in ((b, "b"), (out, "out"), (bias, "bias"), (scale_b, "scale_b"))
             )
+            left, step = product.check_scale(world, scale_a, self.shape_a[:-1], "scale_a", x)
+            products = []
+            for i, (k, n) in enumerate(self.shapes_b):
+                product.check(x, y := operand(world, bs[i], "b"), k, n)
+                to = self.output(outs[i], self._outs[i], self.out_shapes[i], product.out_dtype)
+                vector = product.check_bias(world, biases[i], n, x)
+                right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
+                run = self._consumer(i, y.strides, step_b, vector.dtype, not y.address % 16)
+                others = (y, *(op for op in (vector, right, left) if op is not x))
+                check_apart(self.operation, to, *others, *(p[2] for p in products))
+                products.append((run, y, to, vector, right))
+            handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
+        except Exception as error:
+            self.refuse(error)
+            raise
+        if self._rows:
+            written = (*self._shown, *(p[2] for p in products))
             first = bool(x.address % 16) or any(overlap(x, to) for to in written)
-            scale = left if product.scaled else None
-            own = self._gathering.start(self, x, handle, scale, step, first)
+            scales = left if product.scaled else None
+            own = self._gathering.start(self, x, handle, scales, step, first)
             for run, *operands in products:
                 if run is not None:
                     run(handle, own, *operands)
-            self._gathering.confirm(handle)
+            self._gathering.confirm(handle, any(p[0] for p in products))
             self._gathering.join(handle)
-        results = tuple(
-            mine if given is None else given for mine, given in zip(self._outs, outs, strict=True)
-        )
-        return results[0] if self._single else results
+        results = [mine if o is None else o for mine, o in zip(self._outs, outs, strict=True)]
+        return results[0] if self._single else tuple(results)
 
     def _consumer(
         self, i: int, strides: tuple[int, ...], step: int, bias: np.dtype, aligned: bool
@@ -313,11 +313,10 @@ class AllGatherMatmul(Plan):
     ) -> Callable[..., None]:
         world, product = self.world, self.product
         others = (product.out_dtype, bias, product.scale_dtype, product.scale_dtype)
-        memory = split_memory(world, self.config, *sizes[:2])
-        self._memory.extend(array._block for array in memory)
         run = bind_matmul(
-            world, product, self.config, sizes, steps, described, others, memory, self.group.handle
-        )
+            world, product, self.config, sizes, steps, described, others, self._split,
+            self.group.handle,
+        )  # fmt: skip
         gathered = operand(world, self._gathering.buffer, "gathered")
         scales = operand(world, self._gathering.scales, "scales")
         return lambda stream, _, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
@@ -334,12 +333,10 @@ class AllGatherMatmul(Plan):
         """
         units, early, remote = self.group.size * self._gathering.chunks, 0, 0
         for trace in self._traces:
-            counts = trace.numpy().reshape(self.group.size, -1)
-            for source in range(self.group.size):
-                if source != self.group.rank:
-                    seen = counts[source][counts[source] > 0]
-                    remote += seen.size
-                    early += int((seen < units).sum())
+            trace._block.note(self._stream)
+            seen = trace.numpy().reshape(self.group.size, -1)[1:]  # the own tiles come first
+            remote += int((seen > 0).sum())
+            early += int(((seen > 0) & (seen < units)).sum())
         return early, remote
 
 

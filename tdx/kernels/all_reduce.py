@@ -34,20 +34,26 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, copy_share, padded
-from tdx.kernels.operand import elements
+from tdx.kernels.operand import check_apart, elements, operand
 from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
     ReductionConfig,
-    check_low_latency,
     check_types,
     combine,
     finish,
     reduce_words,
-    takes_low_latency,
     to_words,
     widen,
 )
-from tdx.kernels.select import block_elements, cheapest, low_latency_elements, shard_block
+from tdx.kernels.select import (
+    block_elements,
+    cheapest,
+    check_low_latency,
+    low_latency_elements,
+    shard_block,
+    takes_low_latency,
+)
 from tdx.kernels.two_shot import Run, bind_low_latency_two_shot, bind_two_shot
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
@@ -218,9 +224,7 @@ class AllReduce(Plan):
             self.config = config or choose(
                 world.backend, self._numel, self.dtype, travels, self.group.size, algorithm
             )
-            check_config(
-                "all_reduce", self.config, self._numel, self.dtype, travels, self.group.size
-            )
+            self._check(travels)
             shared.update(
                 shape=self.shape, dtype=self.dtype, op=op, out_dtype=self.out_dtype, bias=bias,
                 residual=residual, config=self.config,
@@ -228,7 +232,17 @@ class AllReduce(Plan):
         with self.preparation():
             self._build(buffer)
 
+    def _check(self, travels: np.dtype) -> None:
+        """Raise unless the algorithm takes such inputs; `travels`: results' type on the wire."""
+        algorithm, nbytes = self.config.algorithm, self._numel * self.dtype.itemsize
+        if algorithm.startswith("low_latency"):
+            kinds = (self.dtype, travels) if algorithm.endswith("two_shot") else (self.dtype,)
+            check_low_latency(self.operation, nbytes, self.group.size, kinds, algorithm)
+
     def _build(self, buffer: bool) -> None:
+        self._sizes = (self._numel * self.dtype.itemsize, self._numel * self.out_dtype.itemsize)
+        self._near = (-self._sizes[1], self._sizes[0])  # the distances at which out touches x
+        self._in_place = 0 if self._sizes[0] == self._sizes[1] else None
         named = {"OP": self.op, "HAS_BIAS": self._has_bias, "HAS_RESIDUAL": self._has_residual}
         kinds, config = (self.dtype, self.out_dtype), self.config
         # results of two_shot travel as they are, unless something is added to them
@@ -236,6 +250,7 @@ class AllReduce(Plan):
         self._run_direct: Run | None = None  # without `out`, if that is another kernel
         if buffer and direct and self._numel:
             self._out = self.workspace("result", self.shape, self.out_dtype)
+            self._shown = [operand(self.world, self._out, "buffer")]
             self._run, self._run_direct = bind_two_shot(
                 self, config, self.shape, kinds, named, buffer=self._out
             )
@@ -256,22 +271,31 @@ class AllReduce(Plan):
         The buffer is overwritten by the next call. `out` may be `x`. The result is valid after
         the stream was waited for by a call that raises faults (synchronize, numpy, check).
         """
-        op = self.input(x, self.shape, self.dtype)
-        to = self.output(out, self._out, self.shape, self.out_dtype)
-        if (bias is not None) != self._has_bias or (residual is not None) != self._has_residual:
-            raise InvalidArgument(
-                f"all_reduce: the plan was made with bias={self._has_bias}, "
-                f"residual={self._has_residual}; pass just those"
-            )
-        vector = whole = op  # stand in for what there is not
-        if bias is None and residual is None:
-            handle = self.begin(stream, op, to)
-        else:
-            if bias is not None:
-                vector = self.input(bias, (self._columns,), self.dtype, "bias")
-            if residual is not None:
-                whole = self.input(residual, self.shape, self.dtype, "residual")
-            handle = self.begin(stream, op, to, vector, whole)
+        try:
+            op = self.input(x, self.shape, self.dtype)
+            to = self.output(out, self._out, self.shape, self.out_dtype)
+            if (bias is not None) != self._has_bias or (residual is not None) != self._has_residual:
+                raise InvalidArgument(
+                    f"all_reduce: the plan was made with bias={self._has_bias}, "
+                    f"residual={self._has_residual}; pass just those"
+                )
+            vector = whole = op  # stand in for what there is not
+            if self._near[0] < to.address - op.address < self._near[1]:
+                check_overlap("all_reduce", op, to, self._in_place, self._sizes)
+            if bias is None and residual is None:
+                handle = self.begin(stream, op, to)
+            else:
+                if bias is not None:
+                    vector = self.input(bias, (self._columns,), self.dtype, "bias")
+                    check_apart("all_reduce", to, vector)
+                if residual is not None:
+                    whole = self.input(residual, self.shape, self.dtype, "residual")
+                    if whole.address != to.address or self._in_place is None:
+                        check_apart("all_reduce", to, whole)
+                handle = self.begin(stream, op, to, vector, whole)
+        except Exception as error:
+            self.refuse(error)
+            raise
         if self._numel:
             run = self._run if out is not None or self._run_direct is None else self._run_direct
             run(handle, op, to, vector, whole)
@@ -303,16 +327,6 @@ def bind_one_hop(
     )  # fmt: skip
 
 
-def check_config(
-    operation: str, config: ReductionConfig, numel: int, dtype: np.dtype, travels: np.dtype,
-    ranks: int,
-) -> None:  # fmt: skip
-    """Raise unless the algorithm takes such inputs; `travels`: the type of results on the wire."""
-    if config.algorithm.startswith("low_latency"):
-        kinds = (dtype, travels) if config.algorithm.endswith("two_shot") else (dtype,)
-        check_low_latency(operation, config.algorithm, numel * dtype.itemsize, kinds, ranks)
-
-
 def choose(
     backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int,
     algorithm: str | None = None,
@@ -336,9 +350,9 @@ def _cheapest(backend: str, numel: int, dtype: np.dtype, travels: np.dtype, rank
         return "one_shot"
     peers = ranks - 1
     sent = {"one_shot": peers * whole, "two_shot": peers * (whole + results) / ranks}
-    if takes_low_latency(whole, (dtype,), ranks):
+    if takes_low_latency(whole, ranks, (dtype,)):
         sent["low_latency"] = 2 * peers * whole
-    if takes_low_latency(whole, (dtype, travels), ranks):
+    if takes_low_latency(whole, ranks, (dtype, travels)):
         sent["low_latency_two_shot"] = 2 * peers * (whole + results) / ranks
     return cheapest(backend, sent)
 

@@ -31,12 +31,21 @@ import numpy as np
 
 from tdx.kernels.call import Call
 from tdx.kernels.copying import VECTOR, padded
-from tdx.kernels.operand import elements
+from tdx.kernels.operand import check_apart, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
-from tdx.kernels.reduction import ReductionConfig, check_low_latency, takes_low_latency
+from tdx.kernels.pushing import check_overlap
+from tdx.kernels.reduction import ReductionConfig
 from tdx.kernels.rms_norm_kernels import low_latency_kernel, one_shot_kernel, two_shot_kernel
-from tdx.kernels.select import STAGING_BYTES, cheapest, constants, row_block
+from tdx.kernels.select import (
+    STAGING_BYTES,
+    cheapest,
+    check_low_latency,
+    constants,
+    row_block,
+    takes_low_latency,
+)
 from tdx.runtime import dtypes
+from tdx.runtime.checks import as_float
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -98,7 +107,7 @@ class AllReduceRmsNorm(Plan):
         with self.agreement(world, team) as shared:
             self.shape, self.dtype = plain_shape(shape), dtypes.resolve(dtype)
             self._has_bias, self._has_residual = bias, residual
-            self._check(eps)
+            eps = self._check(eps)
             self._columns = self.shape[-1]
             self._rows = elements(self.shape[:-1])
             check_algorithm(self.operation, algorithm, Config.algorithms)
@@ -109,18 +118,19 @@ class AllReduceRmsNorm(Plan):
             )
             if self.config.algorithm == "low_latency":
                 nbytes = _word_bytes(self._rows, self._columns, self.dtype)
-                check_low_latency(self.operation, "low_latency", nbytes, (self.dtype,), size)
+                check_low_latency(self.operation, nbytes, size, (self.dtype,))
             shared.update(
-                shape=self.shape, dtype=self.dtype, bias=bias, residual=residual, eps=float(eps),
+                shape=self.shape, dtype=self.dtype, bias=bias, residual=residual, eps=eps,
                 config=self.config,
             )  # fmt: skip
         with self.preparation():
             self._out = self.result_buffer(self.shape, self.dtype, buffer)
             self._kept = self.result_buffer(self.shape, self.dtype, buffer and residual)
             if self._rows and self._columns:
-                self._run = self._bind(float(eps))
+                self._run = self._bind(eps)
 
-    def _check(self, eps: float) -> None:
+    def _check(self, given: Any) -> float:
+        """Raise unless dtype, shape and eps are taken; eps as a float."""
         if self.dtype.name not in _DTYPES:
             raise DtypeError(
                 f"{self.operation} does not take {self.dtype}; it takes {', '.join(_DTYPES)}"
@@ -130,8 +140,10 @@ class AllReduceRmsNorm(Plan):
                 f"{self.operation}: x needs a last axis of at most {_MOST_COLUMNS} elements, got "
                 f"shape {self.shape}; use all_reduce, then a norm"
             )
-        if not isinstance(eps, (int, float)) or not (eps >= 0 and math.isfinite(eps)):
-            raise InvalidArgument(f"eps={eps!r} must be a finite number >= 0")
+        eps = as_float(given)
+        if eps is None or not (eps >= 0 and math.isfinite(eps)):
+            raise InvalidArgument(f"eps={given!r} must be a finite number >= 0")
+        return eps
 
     def _bind(self, eps: float) -> Any:
         """Workspaces and the kernel."""
@@ -192,25 +204,36 @@ class AllReduceRmsNorm(Plan):
         The plan's own buffers, overwritten by its next call, stand in for what is None. Each result
         may be `x` or `residual`, but they must be two arrays.
         """
-        op = self.input(x, self.shape, self.dtype)
-        scale = self.input(weight, (self._columns,), self.dtype, "weight")
-        if (bias is not None) != self._has_bias or (residual is not None) != self._has_residual:
-            raise InvalidArgument(
-                f"{self.operation}: the plan was made with bias={self._has_bias}, "
-                f"residual={self._has_residual}; pass just those"
-            )
-        to = kept = self.output(out, self._out, self.shape, self.dtype)
-        vector = whole = op  # stand in for what there is not
-        if bias is not None:
-            vector = self.input(bias, (self._columns,), self.dtype, "bias")
-        if residual is not None:
-            whole = self.input(residual, self.shape, self.dtype, "residual")
-            kept = self.output(residual_out, self._kept, self.shape, self.dtype)
-            if kept.address == to.address and self._rows * self._columns:
-                raise InvalidArgument(f"{self.operation}: out and residual_out are one array")
-        elif residual_out is not None:
-            raise InvalidArgument(f"{self.operation}: residual_out needs a residual")
-        handle = self.begin(stream, op, to, kept, scale, vector, whole)
+        try:
+            op = self.input(x, self.shape, self.dtype)
+            scale = self.input(weight, (self._columns,), self.dtype, "weight")
+            if (bias is not None) != self._has_bias or (residual is not None) != self._has_residual:
+                raise InvalidArgument(
+                    f"{self.operation}: the plan was made with bias={self._has_bias}, "
+                    f"residual={self._has_residual}; pass just those"
+                )
+            to = kept = self.output(out, self._out, self.shape, self.dtype)
+            vector = whole = op  # stand in for what there is not
+            if bias is not None:
+                vector = self.input(bias, (self._columns,), self.dtype, "bias")
+            if residual is not None:
+                whole = self.input(residual, self.shape, self.dtype, "residual")
+                kept = self.output(residual_out, self._kept, self.shape, self.dtype)
+                if kept.address == to.address and self._rows * self._columns:
+                    raise InvalidArgument(f"{self.operation}: out and residual_out are one array")
+            elif residual_out is not None:
+                raise InvalidArgument(f"{self.operation}: residual_out needs a residual")
+            apart = (scale,) if bias is None else (scale, vector)
+            check_apart(self.operation, to, *apart, *([] if kept is to else [kept]))
+            check_apart(self.operation, kept, *apart)
+            nbytes = self._rows * self._columns * self.dtype.itemsize
+            for result in {id(to): to, id(kept): kept}.values():
+                for read in (op, whole):
+                    check_overlap(self.operation, read, result, 0, (nbytes, nbytes))
+            handle = self.begin(stream, op, to, kept, scale, vector, whole)
+        except Exception as error:
+            self.refuse(error)
+            raise
         if self._rows and self._columns:
             self._run(handle, op, to, kept, scale, vector, whole)
         result = self._out if out is None else out
@@ -239,7 +262,7 @@ def choose(
             whole = (ranks - 1) * rows * columns * dtype.itemsize
             words = _word_bytes(rows, columns, dtype)
             sent = {"one_shot": whole, "two_shot": 2 * whole / ranks}
-            if takes_low_latency(words, (dtype,), ranks):
+            if takes_low_latency(words, ranks, (dtype,)):
                 sent["low_latency"] = 2 * (ranks - 1) * words
         algorithm = cheapest(backend, sent)
     with_flags = algorithm == "low_latency"

@@ -19,11 +19,11 @@ from __future__ import annotations
 from typing import Any
 
 from tdx.kernels.call import one_line
-from tdx.kernels.low_latency import LowLatency, check_low_latency
+from tdx.kernels.low_latency import LowLatency
 from tdx.kernels.operand import elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import Push, check_overlap
-from tdx.kernels.select import movement_algorithm
+from tdx.kernels.select import check_low_latency, movement_algorithm
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
@@ -91,11 +91,15 @@ class AllToAll(Plan):
 
         The buffer is overwritten by the next call. `out` may be `x`.
         """
-        op = self.input(x, self.shape, self.dtype)
-        to = self.output(out, self._out, self.shape, self.dtype)
-        whole = self.group.size * self._nbytes
-        check_overlap("all_to_all", op, to, 0, (whole, whole))
-        handle = self.begin(stream, op, to)
+        try:
+            op = self.input(x, self.shape, self.dtype)
+            to = self.output(out, self._out, self.shape, self.dtype)
+            whole = self.group.size * self._nbytes
+            check_overlap("all_to_all", op, to, 0, (whole, whole))
+            handle = self.begin(stream, op, to)
+        except Exception as error:
+            self.refuse(error)
+            raise
         if self._nbytes:
             self._movement.run(self, handle, op, to)
         return self._out if out is None else out

@@ -43,7 +43,12 @@ class Barrier(Plan):
 
     def __call__(self, stream: Any = None) -> None:
         """Queue the barrier on `stream` (None: the current one)."""
-        self._run(self.begin(stream))
+        try:
+            handle = self.begin(stream)
+        except Exception as error:
+            self.refuse(error)
+            raise
+        self._run(handle)
 
 
 def barrier(team: Group | None = None, stream: Any = None) -> None:

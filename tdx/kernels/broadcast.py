@@ -36,7 +36,7 @@ import tdx.language as tdl
 from tdx import abi
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, copy_share, copy_two_shares, padded
-from tdx.kernels.low_latency import check_low_latency, load_words, store_words
+from tdx.kernels.low_latency import load_words, store_words
 from tdx.kernels.operand import Operand, byte_units, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import (
@@ -50,11 +50,13 @@ from tdx.kernels.pushing import (
 )
 from tdx.kernels.select import (
     broadcast_round_bytes,
+    check_low_latency,
     low_latency_words,
     movement_algorithm,
     push_block,
     push_tile,
 )
+from tdx.language.address import masked_peers
 from tdx.runtime import dtypes
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -156,6 +158,7 @@ def scatter_kernel(
     announced, ok = announce(places, stage, out, direct, number, world)
     slots_are_used = staged(announced, world)
     everyone = tl.arange(0, _MOST)
+    peers = masked_peers(everyone, world)
     sent += tl.program_id(0) * ranks
     before = (number - 1) * rounds
     for turn in range(0, rounds + 1):
@@ -183,7 +186,7 @@ def scatter_kernel(
                         if direct == 0:
                             source = stage + (slot + first) * UNIT
                         copy_share(to, source, size * UNIT, index, parts, BLOCK, GROUP)
-            tdl.notify(sent + me, everyone, world, before + turn + 1, when=ok & (everyone < ranks))
+            tdl.notify(sent + me, peers, world, before + turn + 1, when=ok & (everyone < ranks))
         if (me != root) & (turn > 0) & ((direct == 0) | (turn == rounds)):
             ok = tdl.wait_all(sent, ranks, world, before + turn) & ok
             if ok & (direct == 0):
@@ -318,10 +321,14 @@ class Broadcast(Plan):
 
         `x` counts on the root only. The buffer is overwritten by the next call. `out` may be `x`.
         """
-        op = self.input(x, self.shape, self.dtype)
-        to = self.output(out, self._out, self.shape, self.dtype)
-        check_overlap("broadcast", op, to, 0, (self._nbytes, self._nbytes))
-        handle = self.begin(stream, op, to)
+        try:
+            op = self.input(x, self.shape, self.dtype)
+            to = self.output(out, self._out, self.shape, self.dtype)
+            check_overlap("broadcast", op, to, 0, (self._nbytes, self._nbytes))
+            handle = self.begin(stream, op, to)
+        except Exception as error:
+            self.refuse(error)
+            raise
         if self._nbytes:
             self._run(handle, op, to)
         return self._out if out is None else out
@@ -335,7 +342,7 @@ class Broadcast(Plan):
             self._words_kernel(width)(stream, op, to)
         else:
             alignment = math.gcd(self._alignment, op.address, to.address)
-            self._scatter_kernel(is_direct(to, self._alignment), alignment)(stream, op, to)
+            self._scatter_kernel(is_direct(self, to, self._alignment), alignment)(stream, op, to)
 
 
 def broadcast(

@@ -50,7 +50,10 @@ def remembered(world: World, group: Any, key: Any, make: Callable[[], T]) -> T:
     known: OrderedDict[Any, Any] = world.plans.setdefault(group, OrderedDict())
     made = known.get(key)
     if made is None:
-        made = known[key] = make()
+        del known  # making room for a plan gives up all others of the group
+        made = make()
+        known = world.plans.setdefault(group, OrderedDict())
+        known[key] = made
         if len(known) > _REMEMBERED:
             known.popitem(last=False)
     else:
@@ -72,8 +75,9 @@ def check_key(operation: str, values: tuple[Any, ...]) -> None:
 def check_recording(world: World, operation: str, stream: Any) -> None:
     """Raise InvalidArgument if another library records `stream`: nothing can be loaded then.
 
-    None: the current stream.
+    None: the current stream. Raises a pending fault, or Closed, first: then the stream may be gone.
     """
+    world.check()
     handle = world.driver.current_stream() if stream is None else stream_handle(stream)
     if world.driver.recorded_elsewhere(handle):
         raise InvalidArgument(
@@ -117,7 +121,11 @@ def one_line(
             plan = _known(kind, x, team, options, operands)
             if plan is not None:
                 if out is None:
-                    out = plan.world.local(*plan.result, kind.operation)
+                    try:
+                        out = plan.world.local(*plan.result, kind.operation)
+                    except Exception as error:
+                        plan.refuse(error)
+                        raise
                 return plan(x, out, stream, **operands)
     else:
         result = _straight(kind, x, out, team, stream, options, operands)
@@ -144,7 +152,7 @@ def _straight(
     world, framework = current_world(), owner_of(x)
     if world is None or framework is None or (out is not None and owner_of(out) is not framework):
         return None
-    home = framework.stream_of(x)
+    home, plan = framework.stream_of(x), None
     if home is None:
         return None
     try:
@@ -158,6 +166,10 @@ def _straight(
         to = check_output(world, framework.describe(result), *plan.result)
     except TdxError:
         return None
+    except Exception as error:  # of the framework's own
+        if plan is not None:
+            plan.refuse(error)
+        raise
     plan(source, to, home if stream is None else stream, **operands)
     return result
 
@@ -213,9 +225,10 @@ class Call:
         self._like = like
         self._framework = None if isinstance(like, Array) else owner_of(like)
         current = None if self._framework is None else self._framework.stream_of(like)
-        self.stream = current if stream is None else stream
         self._waits = self._framework is not None and current is None
-        self._planned = False  # do all ranks have the plan of this call?
+        self.stream = current if stream is None else stream
+        self._plan: Plan | None = None  # once all ranks have that of this call
+        self._made = 0  # calls of the plan before this one
         self._staged = False  # are the operands in host memory, and the world on a GPU?
         self._given: set[int] = set()  # tdx arrays passed as `out`: returned as they are
         self._copies: dict[int, np.ndarray[Any, Any]] = {}  # results to be copied to `out` arrays
@@ -232,9 +245,12 @@ class Call:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        # with the plan made, the peers wait in its kernels, not for words
-        if error is not None and not self._planned:
+        if error is None:
+            return
+        if self._plan is None:
             post_refusal(self.world, self.group, self.operation, error)
+        elif isinstance(error, Exception) and self._plan.calls == self._made:
+            self._plan.refuse(error)  # the peers wait in its kernels, not for words
 
     def handle(self) -> int:
         """The stream on which the call's work is queued."""
@@ -246,7 +262,7 @@ class Call:
         """The cached plan of this call; it has no buffers for results."""
         options["buffer"] = False
         plan = cached(self.world, self.group, kind, *args, stream=self.stream, **options)
-        self._planned = True
+        self._plan, self._made = plan, plan.calls
         return plan
 
     def operand(self, x: Any, what: str, strided: bool = False) -> Operand:
@@ -254,6 +270,7 @@ class Call:
         framework = None if isinstance(x, Array) else owner_of(x)
         if framework is None:
             return operand(self.world, x, what)
+        self._meet(framework, x)
         memory = framework.describe(x, None if self.world.recording else self.handle())
         staged = self.world.backend != "host" and memory.device[0] in _HOST_MEMORY
         self._staged |= staged
@@ -277,7 +294,7 @@ class Call:
         if isinstance(out, Array):
             self._given.add(id(out))
             return out
-        if self._staged and isinstance(out, np.ndarray):
+        if self.world.backend != "host" and isinstance(out, np.ndarray):
             if not out.flags.writeable:
                 raise InvalidArgument("out is read-only; pass a writable array")
             if out.shape != shape or out.dtype != dtype:
@@ -288,8 +305,15 @@ class Call:
             self._copies[id(staging)] = out
             return staging
         framework = owner_of(out)
-        self._waits |= framework is not None and framework.stream_of(out) is None
+        if framework is not None:
+            self._meet(framework, out)
+            self._waits |= framework.stream_of(out) is None
         return out
+
+    def _meet(self, framework: Any, x: Any) -> None:
+        """Use the stream of the framework, if none is known so far."""
+        if self.stream is None and self.world.recording is None:
+            self.stream = framework.stream_of(x)
 
     def finish(self, result: Any) -> Any:
         """Hand a target (or a tuple of them) over to the caller, complete if it has no stream."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from tdx.kernels.barrier import barrier_kernel
-from tdx.kernels.operand import Operand
+from tdx.kernels.operand import Operand, operand
 from tdx.kernels.plan import Plan
 from tdx.runtime.stream import order
 
@@ -36,6 +36,7 @@ class CopyEngine:
         """In the plan's preparation; `nbytes` are those of one rank."""
         group, world = plan.group, plan.world
         self.buffer = plan.workspace("gathered", out_shape, dtype)
+        plan._shown = [operand(world, self.buffer, "buffer")]
         self._driver = world.driver
         self._nbytes, self._ranks = nbytes, group.size
         self._meet = plan.bind(
@@ -50,7 +51,6 @@ class CopyEngine:
     def run(self, plan: Plan, stream: int, x: Operand, to: Operand) -> None:
         """Queue it; copies the buffer to `to` where that is something else."""
         copy, side, nbytes = self._driver.copy, self._side.handle, self._nbytes
-        self.buffer._block.enter(stream)
         self._meet(stream)
         order(self._driver, stream, side)
         for place in self._places:

@@ -95,12 +95,12 @@ class Beside:
     def join(self, stream: int) -> None:
         """Later work of `stream` waits for what is queued here."""
         world = self._world
+        recorded = world.recording is not None or world.driver.recorded_elsewhere(stream)
         for side in self.streams:
-            if world.recording is not None and world.driver.capturing(stream) != (
-                world.driver.capturing(side.handle)
-            ):
-                # work of an earlier call, not part of the graph: each replay waits for such
-                world.recording.before_replay(self.join)
+            if recorded and world.driver.capturing(stream) != world.driver.capturing(side.handle):
+                # work of an earlier call, not part of the graph: each replay of ours waits for it
+                if world.recording is not None:
+                    world.recording.before_replay(self.join)
             else:
                 order(world.driver, side.handle, stream)
 

@@ -25,7 +25,7 @@ import tdx.language as tdl
 from tdx.kernels.copy_push import Beside, CopyPush, confirm_kernel, enter_kernel
 from tdx.kernels.copying import copy_share
 from tdx.kernels.low_latency import LowLatency
-from tdx.kernels.operand import Operand, byte_units, elements, operand
+from tdx.kernels.operand import Operand, byte_units, elements, operand, overlap
 from tdx.kernels.plan import Plan
 from tdx.kernels.pushing import Push
 from tdx.kernels.select import block_bytes, block_elements, constants, gather_algorithm
@@ -182,9 +182,12 @@ class Gathering:
             own = self.buffer._address + self._group.rank * self._nbytes
             self._world.driver.copy(own, x.address, self._nbytes, stream, x.owner)
 
-    def confirm(self, stream: int) -> None:
-        """After the last read of the buffer: that no peer with a fault has written there again."""
-        if self.engines:
+    def confirm(self, stream: int, read: bool = True) -> None:
+        """After the last read of the buffer: that no peer with a fault has written there again.
+
+        `read`: whether anything has waited for the rows.
+        """
+        if self.engines or not read:
             self._confirm(stream)
 
 
@@ -200,7 +203,6 @@ class _KernelPush:
         self._world, self._buffer = plan.world, to.buffer
         self._blocks = [array._block for array in (to.buffer, to.scales, *signals[:3])]
         self._beside = Beside(plan.world, min(1, size - 1))
-        self.join = self._beside.join
         nbytes = rows * row_bytes
         word, unit = byte_units(nbytes, chunk_bytes)
         width = word.itemsize
@@ -225,6 +227,14 @@ class _KernelPush:
                 before(side.handle)
             self._push(side.handle, operand(self._world, self._buffer, "buffer"))
 
+    def join(self, stream: int) -> None:
+        """Later work of `stream` waits for what was started."""
+        self._beside.join(stream)
+        for side in self._beside.streams:
+            for block in self._blocks:  # uses on `stream` stand for those beside it
+                if stream in block.last and side.handle in block.last:
+                    block.last.remove(side.handle)
+
 
 class GatherFirst:
     """A gather that is complete before the consumer starts. Part of a plan.
@@ -241,7 +251,7 @@ class GatherFirst:
         size, rows = plan.group.size, shape[0]
         self.chunks, self.chunk_rows = 1, max(1, rows)
         self.buffer = plan.workspace("gathered", (size, *shape), dtype)
-        nbytes = elements(shape) * dtype.itemsize
+        self._nbytes = nbytes = elements(shape) * dtype.itemsize
         way = gather_algorithm(plan.world.backend, nbytes, size, own_buffer=False)
         kind = LowLatency if way == "low_latency" else Push
         self._rows = kind(plan, nbytes, each=False) if nbytes else None
@@ -257,7 +267,12 @@ class GatherFirst:
     ) -> Operand:  # fmt: skip
         """Queue the gathering, as Gathering.start; consumers read all of it in the buffer."""
         if self._rows is not None:
-            self._rows.run(plan, stream, x, operand(plan.world, self.buffer, "buffer"))
+            whole = operand(plan.world, self.buffer, "buffer")
+            if overlap(x, whole):  # peers are about to write there
+                own = operand(plan.world, self.buffer[plan.group.rank], "gathered")
+                plan.world.driver.copy(own.address, x.address, self._nbytes, stream, x.owner)
+                x = own
+            self._rows.run(plan, stream, x, whole)
         if scale is not None and self._scales is not None:
             self._spread[step](stream, scale)
             own = self.scales[plan.group.rank]
@@ -270,7 +285,7 @@ class GatherFirst:
     def join(self, stream: int) -> None:
         """Nothing is left to wait for."""
 
-    def confirm(self, stream: int) -> None:
+    def confirm(self, stream: int, read: bool = True) -> None:
         """Peers look for faults before they write."""
 
 

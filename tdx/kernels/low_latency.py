@@ -23,12 +23,9 @@ from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import Operand
 from tdx.kernels.plan import Plan
 from tdx.kernels.select import low_latency_words
-from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["WORD_LIMIT_BYTES", "LowLatency", "check_low_latency", "load_words", "store_words"]
+__all__ = ["LowLatency", "load_words", "store_words"]
 
-WORD_LIMIT_BYTES = 4 << 20  # of a block: slots take 4 * W times this
-_LIMIT_RANKS = 16
 _VECTOR = tl.constexpr(VECTOR)
 
 
@@ -144,12 +141,3 @@ class LowLatency:
         if kernel is None:
             kernel = self._kernels[width] = self._bind(plan, width)
         kernel(stream, x, to)
-
-
-def check_low_latency(operation: str, nbytes: int, ranks: int) -> None:
-    """Refuse blocks of more bytes, or more ranks, than words with flags are for."""
-    if nbytes > WORD_LIMIT_BYTES or ranks > _LIMIT_RANKS:
-        raise InvalidArgument(
-            f"{operation}: low_latency takes blocks of up to {WORD_LIMIT_BYTES} bytes and "
-            f"{_LIMIT_RANKS} ranks, not {nbytes} bytes on {ranks} ranks; use another algorithm"
-        )

@@ -23,10 +23,11 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.call import Call, check_key, check_recording, remembered
-from tdx.kernels.operand import Operand, check_output, enter, flattened, operand
+from tdx.kernels.operand import Operand, check_apart, check_output, enter, flattened, operand
 from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for, given_operand
 from tdx.kernels.split_matmul import split_kernel, split_memory
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
+from tdx.kernels.tiles import check_config
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
@@ -169,6 +170,7 @@ def matmul(
     right, step_b = product.check_scale(world, right, (n,), "scale_b", x)
     if 0 not in to.shape:
         ops = (x, y, to, vector, left, right)
+        check_apart("matmul", to, x, y, vector, left, right)
         run = ready.kernel(ops, (step_a, step_b), call.stream)
         handle = call.handle()
         enter(world, handle, *ops, *ready.memory)
@@ -183,6 +185,7 @@ class _Prepared:
         self, world: World, x: Operand, y: Operand, bias: bool, activation: str | None,
         out_dtype: Any, allow_tf32: bool, config: Config | None, aligned: bool,
     ):  # fmt: skip
+        check_config(config)
         k, n = y.shape
         self.product = Product.make(
             world, x.dtype, bias=bias, activation=activation, out_dtype=out_dtype,

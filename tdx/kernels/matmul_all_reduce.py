@@ -37,7 +37,7 @@ import tdx.language as tdl
 from tdx.kernels.all_reduce import AllReduce
 from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.copying import copy_share
-from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows
+from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows, fused_tile
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, takes_options
 from tdx.kernels.product_first import ProductFirst
@@ -209,13 +209,13 @@ class MatmulAllReduce(ReducedProduct):
         if algorithm is None:
             algorithm = "one_shot" if size == 1 else cheapest(backend, sent)
         self.same_tile = algorithm in sent
-        rows, parts = self._rows, 1
         if algorithm == "copy_engine":
             check_fused(config, algorithm, constants(backend).gathered_rows)
-            rows, parts = -(-rows // size), size
-        elif self.same_tile:
+            return fused_tile(self, config, -(-self._rows // size), passes=2), algorithm
+        if self.same_tile:
             check_fused(config, algorithm)
-        return self.product.tile(config, self.world, rows, n, k, parts), algorithm
+        tile = self.product.tile(config, self.world, self._rows, n, k, split=algorithm == "unfused")
+        return tile, algorithm
 
     def _build(self) -> Way:
         if self.algorithm == "unfused":

@@ -34,7 +34,7 @@ from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_option
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
-from tdx.kernels.select import constants, follows, power_of_two
+from tdx.kernels.select import constants, engines_us, follows, power_of_two
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
@@ -61,7 +61,8 @@ def fused_kernel(
 ):  # fmt: skip
     """Compute the tiles of all owners' `rows` rows, the next rank's first, and sum the own ones.
 
-    Peers' tiles go to `outgoing`, and are counted in `finished`, for each CHUNK of rows. Tiles are
+    Peers' tiles go to `outgoing`, and are counted in `finished`, for each CHUNK of rows, which are
+    computed one after the other, as near as GROUP_M allows, like those of own rows. Tiles are
     put away in 1 or 4 PIECES. If OWN_CHUNK is 0, c has the own rows. Else it has the `whole` rows
     of all owners, of which the last may have fewer, and the own tiles are counted in `made`, for
     each OWN_CHUNK of rows, which are computed one after the other.
@@ -79,10 +80,11 @@ def fused_kernel(
     own = c
     if OWN_CHUNK > 0:
         own += me.to(tl.int64) * rows * columns
-    OWN_GROUP: tl.constexpr = OWN_CHUNK // BM if OWN_CHUNK < GROUP_M * BM else GROUP_M
+    GROUP: tl.constexpr = CHUNK // BM if CHUNK < GROUP_M * BM else GROUP_M
+    OWN_GROUP: tl.constexpr = OWN_CHUNK // BM if OWN_CHUNK < GROUP * BM else GROUP
     for index in range(tl.program_id(0), tiles * ranks, tl.num_programs(0)):
         owner = (me + 1 + index // tiles) % ranks
-        row, col = grouped_tile(index % tiles, tiles_m, tiles_n, GROUP_M)
+        row, col = grouped_tile(index % tiles, tiles_m, tiles_n, GROUP)
         part = owner.to(tl.int64) * rows
         count = rows
         if OWN_CHUNK > 0:
@@ -175,7 +177,7 @@ class MatmulReduceScatter(ReducedProduct):
     """A matrix product and reduce-scatter of one shape and dtype, ready to be called.
 
     `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; `algorithm` is "fused", with a
-    `config` of block_m <= 1024, or "unfused", of which errors may name the reduce_scatter. `out`
+    `config` of block_m <= 512, or "unfused", of which errors may name the reduce_scatter. `out`
     must not overlap a or b. The other parameters, and the errors, are those of ReducedProduct.
     """
 
@@ -197,9 +199,9 @@ class MatmulReduceScatter(ReducedProduct):
             later = follows(self.world.backend, self._rows, nbytes, size)
             algorithm = "unfused" if later else "fused"
         if algorithm == "fused":
-            check_fused(config, algorithm, constants(self.world.backend).scattered_rows)
-        m, parts = (self._rows, size) if algorithm == "fused" else (rows, 1)
-        return self.product.tile(config, self.world, m, columns, depth, parts), algorithm
+            check_fused(config, algorithm, sent_rows(self, self._rows))
+            return fused_tile(self, config, self._rows), algorithm
+        return self.product.tile(config, self.world, rows, columns, depth, split=True), algorithm
 
     def _build(self) -> Way:
         return (
@@ -222,8 +224,7 @@ class Fused:
         columns, kind = plan.shape_b[1], plan.partial_dtype
         self._rows, self._own_chunk = rows, own_chunk
         self._tiles = config.tiles(rows, columns)
-        least, passes = constants(world.backend).scattered_rows, 2 if own_chunk else 1
-        self._chunk = chunk_rows(rows, least, size - 1, passes)
+        self._chunk = sent_rows(plan, rows, passes=2 if own_chunk else 1)
         counts = _chunk_tiles(config, rows, columns, self._chunk)
         chunks = self._chunks = len(counts)
         part = max(1, rows * columns)
@@ -287,6 +288,28 @@ class Fused:
                 **product.constants, **product.product_constants(config, sizes, steps, described),
             )  # fmt: skip
         return self._kernels[layout]
+
+
+def fused_tile(plan: ReducedProduct, config: Config | None, rows: int, passes: int = 1) -> Config:
+    """The tile of a product of which each rank owns `rows` rows; see choose_tile."""
+    k, n = plan.shape_b
+    last = min(rows, sent_rows(plan, rows, passes)) * n * plan.partial_dtype.itemsize
+    sending_us = engines_us(plan.world.backend, last)
+    return plan.product.tile(config, plan.world, rows, n, k, plan.group.size, sending_us=sending_us)
+
+
+def sent_rows(plan: ReducedProduct, rows: int, passes: int = 1) -> int:
+    """Rows of a chunk of a peer's `rows` partial rows: a power of two.
+
+    The last peer's are needed as soon as the own tiles are computed. If all blocks are at work for
+    the rows of one rank, one part of them is sent while they compute the next.
+    """
+    limits = constants(plan.world.backend)
+    most, tile = limits.scattered_rows, limits.tile[0] * limits.described_columns
+    half = max(most // 2, limits.tile[0])
+    if half < rows <= most and rows * plan.shape_b[1] > tile * limits.blocks:
+        return half
+    return chunk_rows(rows, most, plan.group.size - 1, passes)
 
 
 def chunk_rows(rows: int, least: int, peers: int, passes: int = 1) -> int:

@@ -23,6 +23,7 @@ import tdx.language as tdl
 from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, check_operand, check_output, enter, operand
 from tdx.runtime.array import Array
+from tdx.runtime.checks import as_int
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.world import World
 
@@ -67,7 +68,7 @@ def put(
     world.check()
     to = _own(world, dst, "dst")
     peer = world.check_rank(peer)
-    word = None if signal is None else _signal(world, signal, value)
+    word, value = (None, 0) if signal is None else _signal(world, signal, value)
     source = check_operand(call.operand(src, "src"), to.shape, to.dtype, "src")
     _copy(call, _address(dst, peer), source.address, dst.nbytes, source, to)
     if word is not None:
@@ -127,17 +128,17 @@ def _address(x: Array, peer: int) -> int:
     return x.peer(peer)._address
 
 
-def _signal(world: World, signal: Any, value: Any) -> Operand:
-    """The signal's word, once it and the value are checked."""
+def _signal(world: World, signal: Any, value: Any) -> tuple[Operand, int]:
+    """The signal's word and the value as an int, once they are checked."""
     word = _own(world, signal, "signal")
     if word.dtype != np.int32:
         raise DtypeError(f"signal must be int32, got {word.dtype}")
     if signal.size != 1:
         raise InvalidArgument(f"signal must be one element, got shape {word.shape}; pass a view")
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or not -(1 << 31) <= value < 1 << 31:
+    whole = as_int(value)
+    if whole is None or not -(1 << 31) <= whole < 1 << 31:
         raise InvalidArgument(f"value must be an int of 32 bits, got {value!r}")
-    return word
+    return word, whole
 
 
 def _begin(call: Call, *ops: Operand) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from tdx.interop import owner_of
 from tdx.runtime.array import Array
 from tdx.runtime.block import Block
+from tdx.runtime.copies import span
 from tdx.runtime.dlpack import Imported, row_major
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Operand",
     "byte_units",
+    "check_apart",
     "check_operand",
     "check_output",
     "elements",
@@ -210,11 +212,21 @@ def overlap(x: Operand, y: Operand) -> bool:
     return x.address + begin < y.address + last and y.address + first < x.address + end
 
 
+def check_apart(operation: str, out: Operand, *read: Operand) -> None:
+    """Raise InvalidArgument if `out` shares memory with what is read while it is written."""
+    for op in read:
+        if overlap(op, out):
+            raise InvalidArgument(
+                f"{operation}: out (shape {out.shape}) overlaps an operand of shape {op.shape}, "
+                "read while it is written: pass another"
+            )
+
+
 @lru_cache(maxsize=1024)
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, int]:
     """First byte, and the one behind the last, from the address of element 0 on."""
-    reach = [(n - 1) * stride * size for n, stride in zip(shape, strides, strict=True)]
-    return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0) + size
+    low, nbytes = span(shape, tuple(size * stride for stride in strides), size)
+    return low, low + nbytes
 
 
 def enter(world: World, stream: int, *operands: Operand) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "check_algorithm", "plain_shape", "post_refusal"]
 
-# raised by one rank on its own
+# raised by one rank on its own, as are errors that are not tdx's
 _REFUSALS = (InvalidArgument, DtypeError, Unsupported, Closed, DriverError, HeapExhausted)
 
 
@@ -87,6 +87,7 @@ class Plan:
         world.check()
         self.world, self.group = world, world.group(team)
         self._memory: list[Block] = []  # what its kernels use besides operands
+        self._shown: list[Operand] = []  # buffers that users see and every call overwrites
         self._stream = NOWHERE  # of the last call
         self._elsewhere = False  # may another library record that stream?
         shared: dict[str, Any] = {}
@@ -157,15 +158,33 @@ class Plan:
         return max(1, min(tasks, resident, usual if most is None else most))
 
     # ---- for calls
+    @property
+    def calls(self) -> int:
+        """How many were made."""
+        return self._usage.calls
+
+    def refuse(self, error: Exception) -> None:
+        """This rank does not make a call, because of `error`: peers that time out in it say so.
+
+        They have no word from the host to wait for. The rank may still make the call, rightly.
+        """
+        if _is_own(error) and not self.world.closed:
+            self._usage.refuse(f"{type(error).__name__}: {error}")
+
     def begin(self, stream: Any, *operands: Operand) -> int:
         """Start a call: pending faults, stream order, bookkeeping. Returns the stream's handle.
 
-        Without a stream it is that of the first operand's framework, if that shows one.
+        Without a stream it is that of the first operand whose framework shows one.
         """
         world = self.world
         world.check()
-        if stream is None and operands and world.recording is None:
-            stream = operands[0].home
+        if stream is None and world.recording is None:
+            for op in operands:
+                if op.home is not None:
+                    stream = op.home
+                    break
+        if self._shown:
+            operands = (*operands, *self._shown)
         handle = world.driver.current_stream() if stream is None else stream_handle(stream)
         if handle != self._stream:
             self.begin_stream(handle)
@@ -175,7 +194,7 @@ class Plan:
             if block is not None and block.last != here:
                 block.enter(handle)
         frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_globals["__name__"].startswith("tdx."):
+        while frame.f_globals["__name__"][:4] == "tdx." and frame.f_back is not None:
             frame = frame.f_back
         usage = self._usage
         usage.code, usage.instruction = frame.f_code, frame.f_lasti
@@ -207,9 +226,12 @@ class Plan:
                 if driver.capturing(handle):
                     return handle  # what is recorded does not run now: the replay comes here again
                 follow(driver, self._stream, handle)
-            self._stream = handle
+            before, self._stream = [self._stream], handle
             for block in self._memory:  # so that it is not reused before the plan's last call
-                block.stream = handle
+                if block.last == before:
+                    block.stream = handle
+                else:  # users see it, and have used it elsewhere
+                    block.enter(handle)
         return handle
 
     def input(self, x: Any, shape: tuple[int, ...], dtype: np.dtype, what: str = "x") -> Operand:
@@ -237,7 +259,7 @@ def posting_refusals(world: World, group: Group, operation: str) -> Iterator[Non
     """When this rank refuses what it was given in the block, make its peers raise, not wait."""
     try:
         yield
-    except _REFUSALS as error:
+    except Exception as error:
         post_refusal(world, group, operation, error)
         raise
 
@@ -247,10 +269,15 @@ def post_refusal(world: World, group: Group, operation: str, error: BaseExceptio
 
     Errors that ranks raise together are not posted.
     """
-    if isinstance(error, _REFUSALS) and not world.closed and not getattr(error, "posted", False):
-        error.posted = True  # type: ignore[union-attr]
+    if _is_own(error) and not world.closed and not getattr(error, "posted", False):
+        error.posted = True  # type: ignore[attr-defined]
         with contextlib.suppress(TdxError):
             world.channels.agree(operation, error, members=group.ranks)
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether one rank raises this on its own."""
+    return isinstance(error, _REFUSALS if isinstance(error, TdxError) else Exception)
 
 
 def plain_shape(shape: Any) -> tuple[int, ...]:

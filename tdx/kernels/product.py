@@ -116,6 +116,8 @@ class Product:
             raise Unsupported(f"products of {dtype} need sm_89 or later, not {arch}; use bfloat16")
         if activation is not None and activation not in ACTIVATIONS:
             raise InvalidArgument(f"activation={activation!r} is not one of {ACTIVATIONS}")
+        if scaled and world.recording is None:
+            _constant(world, 1.0, "scale")  # calls without scales, recorded ones too, find it there
         return cls(dtype, out, bias, activation, allow_tf32, scaled)
 
     @property
@@ -130,17 +132,18 @@ class Product:
 
     def tile(
         self, config: Config | None, world: World, m: int, n: int, k: int, parts: int = 1,
-        described: bool = True,
+        split: bool = False, sending_us: float = 0, described: bool = True,
     ) -> Config:  # fmt: skip
         """`config` if it will do, or else the tile for `parts` products of this size.
 
-        `described`: as the operands are, tensor descriptors may fill it.
+        `described`: as the operands are, tensor descriptors may fill it. The others: see
+        choose_tile.
         """
         if config is None:
             described &= self._unfit(world, Config(16, 16, 16)) is None
             return choose_tile(
                 world.backend, world.device.arch, m, n, k, self.dtype.itemsize, described,
-                world.driver.resident_blocks(), parts,
+                world.driver.resident_blocks(), parts, split, sending_us,
             )  # fmt: skip
         if self.scaled and config.block_k < FLOAT8_DEPTH:
             raise InvalidArgument(
@@ -311,7 +314,7 @@ def _unit(strides: Sequence[int]) -> int:
 
 
 def _constant(world: World, value: float, what: str) -> Operand:
-    """A number in the device's memory; the last few are kept."""
+    """A number in the device's memory; the last few are kept, and 1."""
 
     def make() -> Operand:
         if world.recording is not None:
@@ -322,7 +325,7 @@ def _constant(world: World, value: float, what: str) -> Operand:
         array = world.array(np.full(1, value, np.float32), symmetric=False)
         return operand(world, array, what)
 
-    return remembered(world, "scale", value, make)
+    return remembered(world, "scale" if value != 1 else "scale of 1", value, make)
 
 
 def takes_options(source: Any) -> Callable[[F], F]:

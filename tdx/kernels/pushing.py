@@ -31,6 +31,7 @@ from tdx.kernels.copying import copy_share, copy_two_shares
 from tdx.kernels.operand import Operand, byte_units
 from tdx.kernels.plan import Plan
 from tdx.kernels.select import push_block, push_tile
+from tdx.language.address import masked_peers
 from tdx.runtime.errors import InvalidArgument
 
 __all__ = [
@@ -56,7 +57,8 @@ def announce(places, stage, out, direct, number, world):
     sound = tdl.no_fault(world, uniform=False)
     distance = tl.where(direct != 0, out.to(tl.int64) - stage.to(tl.int64), 0)
     distances = tl.zeros((_LANES,), tl.int64) + distance
-    tdl.store_ll(own + 2 * tdl.rank(world), distances, number, peers, world, mask & sound)
+    to = masked_peers(peers, world)
+    tdl.store_ll(own + 2 * tdl.rank(world), distances, number, to, world, mask & sound)
     return tdl.load_ll(own + 2 * peers, number, world, mask, peers, tl.int64)
 
 
@@ -176,7 +178,8 @@ class Push:
 
     def run(self, plan: Plan, stream: int, x: Operand, to: Operand) -> None:
         """Queue it. With `each`, `to` may be `x`."""
-        direct = is_direct(to, self._alignment) and not (self._each and x.address == to.address)
+        in_place = self._each and x.address == to.address
+        direct = is_direct(plan, to, self._alignment) and not in_place
         alignment = math.gcd(self._alignment, x.address, to.address)
         self._kernel(plan, direct, alignment)(stream, x, to)
 
@@ -186,22 +189,28 @@ def aligned(nbytes: int) -> int:
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
 
 
-def is_direct(to: Operand, alignment: int) -> bool:
+def is_direct(plan: Plan, to: Operand, alignment: int) -> bool:
     """Whether peers can write into `to`, in words as wide as the size's `alignment` allows."""
     block = to.block
-    return block is not None and block.symmetric and to.address % alignment == 0
+    if block is None or not block.symmetric or to.address % alignment:
+        return False
+    return block.ranks is None or set(plan.group.ranks) <= set(block.ranks)
 
 
 def check_overlap(
-    operation: str, x: Operand, to: Operand, own: int, sizes: tuple[int, int]
+    operation: str, x: Operand, to: Operand, own: int | None, sizes: tuple[int, int]
 ) -> None:
     """Refuse an `out` that shares memory with `x` other than by having it at byte `own`.
 
-    `sizes` are the bytes of x and out.
+    None: that shares any. `sizes` are the bytes of x and out.
     """
     apart = x.address + sizes[0] <= to.address or to.address + sizes[1] <= x.address
-    if not apart and x.address != to.address + own:
+    if not apart and (own is None or x.address != to.address + own):
+        remedy = "they must be apart"
+        if own is not None:
+            inner, outer = ("x", "out") if own >= 0 else ("out", "x")
+            remedy = f"in place {inner} must be at byte {abs(own)} of {outer}"
         raise InvalidArgument(
             f"{operation}: out (address {to.address:#x}, {sizes[1]} bytes) overlaps x (address "
-            f"{x.address:#x}, {sizes[0]} bytes); in place x must be at byte {own} of out"
+            f"{x.address:#x}, {sizes[0]} bytes); {remedy}"
         )

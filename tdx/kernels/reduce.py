@@ -25,13 +25,18 @@ from tdx.kernels.all_reduce import bind_one_hop
 from tdx.kernels.call import Call
 from tdx.kernels.operand import elements
 from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
     ReductionConfig,
-    check_low_latency,
     check_types,
+)
+from tdx.kernels.select import (
+    cheapest,
+    check_low_latency,
+    low_latency_elements,
+    shard_block,
     takes_low_latency,
 )
-from tdx.kernels.select import cheapest, low_latency_elements, shard_block
 from tdx.kernels.two_shot import bind_two_shot
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
@@ -102,7 +107,7 @@ class Reduce(Plan):
             self.config = config or self._choose(algorithm)
             if self.config.algorithm == "low_latency":
                 nbytes = self._numel * self.dtype.itemsize
-                check_low_latency("reduce", "low_latency", nbytes, (self.dtype,), ranks)
+                check_low_latency("reduce", nbytes, ranks, (self.dtype,))
             shared.update(
                 shape=self.shape, dtype=self.dtype, root=self.root, op=op, out_dtype=self.out_dtype,
                 config=self.config,
@@ -127,7 +132,7 @@ class Reduce(Plan):
         if algorithm is None:
             results = self._numel * self.out_dtype.itemsize
             sent = {"two_shot": (ranks - 1) * (nbytes + results) / ranks}
-            if takes_low_latency(nbytes, (self.dtype,), ranks):
+            if takes_low_latency(nbytes, ranks, (self.dtype,)):
                 sent["low_latency"] = 2 * (ranks - 1) * nbytes
             algorithm = cheapest(backend, sent)
         if algorithm == "low_latency":
@@ -141,14 +146,20 @@ class Reduce(Plan):
         overwrites. `out` may be `x`; other ranks pass None. The result is valid after the stream
         was waited for by a call that raises faults.
         """
-        op = self.input(x, self.shape, self.dtype)
-        if not self._here and out is not None:
-            raise InvalidArgument(f"reduce: out= is for the root, rank {self.root}; pass None")
-        if self._here or self._out is not None:
-            to = self.output(out, self._out, self.shape, self.out_dtype)
-        else:
-            to = op  # not written to
-        handle = self.begin(stream, op, to)
+        try:
+            op = self.input(x, self.shape, self.dtype)
+            if not self._here and out is not None:
+                raise InvalidArgument(f"reduce: out= is for the root, rank {self.root}; pass None")
+            if self._here or self._out is not None:
+                to = self.output(out, self._out, self.shape, self.out_dtype)
+                sizes = (self._numel * self.dtype.itemsize, self._numel * self.out_dtype.itemsize)
+                check_overlap("reduce", op, to, 0 if sizes[0] == sizes[1] else None, sizes)
+            else:
+                to = op  # not written to
+            handle = self.begin(stream, op, to)
+        except Exception as error:
+            self.refuse(error)
+            raise
         if self._numel:
             self._run(handle, op, to, op, op)
         if not self._here:

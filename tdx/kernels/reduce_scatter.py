@@ -32,14 +32,19 @@ from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import elements
 from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
     ReductionConfig,
-    check_low_latency,
     check_types,
     finish,
+)
+from tdx.kernels.select import (
+    cheapest,
+    check_low_latency,
+    low_latency_elements,
+    shard_block,
     takes_low_latency,
 )
-from tdx.kernels.select import cheapest, low_latency_elements, shard_block
 from tdx.kernels.shards import (
     Steps,
     notify_ranks,
@@ -199,9 +204,7 @@ class ReduceScatter(Plan):
             self.config = config or self._choose(algorithm)
             if self.config.algorithm == "low_latency":
                 nbytes = elements(self.shape) * self.dtype.itemsize
-                check_low_latency(
-                    "reduce_scatter", "low_latency", nbytes, (self.dtype,), self.group.size
-                )
+                check_low_latency("reduce_scatter", nbytes, self.group.size, (self.dtype,))
             shared.update(
                 shape=self.shape, dtype=self.dtype, op=op, out_dtype=self.out_dtype,
                 config=self.config,
@@ -225,7 +228,7 @@ class ReduceScatter(Plan):
         backend, size, ranks = self.world.backend, self.dtype.itemsize, self.group.size
         if algorithm is None:
             sent = {"push": (ranks - 1) * self._shard * size}
-            if takes_low_latency(self._shard * size * ranks, (self.dtype,), ranks):
+            if takes_low_latency(self._shard * size * ranks, ranks, (self.dtype,)):
                 sent["low_latency"] = 2 * sent["push"]
             algorithm = cheapest(backend, sent)
         if algorithm == "low_latency":
@@ -267,9 +270,17 @@ class ReduceScatter(Plan):
         The buffer is overwritten by the next call. `out` may be the own part of `x`. The result is
         valid after the stream was waited for by a call that raises faults.
         """
-        op = self.input(x, self.shape, self.dtype)
-        to = self.output(out, self._out, self.out_shape, self.out_dtype)
-        handle = self.begin(stream, op, to)
+        try:
+            op = self.input(x, self.shape, self.dtype)
+            to = self.output(out, self._out, self.out_shape, self.out_dtype)
+            sizes = (self.dtype.itemsize, self.out_dtype.itemsize)
+            part, out_part = (self._shard * size for size in sizes)
+            own = -self.group.rank * part if part == out_part else None
+            check_overlap("reduce_scatter", op, to, own, (self.group.size * part, out_part))
+            handle = self.begin(stream, op, to)
+        except Exception as error:
+            self.refuse(error)
+            raise
         if self._shard:
             self._run(handle, op, to)
         return self._out if out is None else out

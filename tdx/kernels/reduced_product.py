@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from tdx.kernels.call import Call
-from tdx.kernels.operand import Operand, elements, flattened, operand, overlap
+from tdx.kernels.operand import Operand, check_apart, elements, flattened, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
+from tdx.kernels.tiles import check_config
 from tdx.runtime import dtypes
 from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import DtypeError, InvalidArgument
@@ -85,6 +86,7 @@ class ReducedProduct(Plan):
             out = self.product.out_dtype
             self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
             self._check(algorithm)
+            check_config(config)
             self.config, self.algorithm = self._choose(config, algorithm)
             shared.update(
                 a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], dtype=self.dtype,
@@ -106,13 +108,16 @@ class ReducedProduct(Plan):
 
         `extras`: bias, scale_a and scale_b, as matmul has them.
         """
-        ops, strides, steps = self._operands(a, b, out, **extras)
-        x, y, _, _, to, vector = ops
-        if overlap(x, to) or overlap(y, to):
-            raise InvalidArgument("out overlaps a or b, read while it is written: pass another")
-        empty, aligned = 0 in to.shape, not (x.address | y.address) % 16
-        run = None if empty else self._way.kernel(self, strides, steps, vector.dtype, aligned)
-        handle = self.begin(stream, *ops)
+        try:
+            ops, strides, steps = self._operands(a, b, out, **extras)
+            x, y, left, right, to, vector = ops
+            check_apart(self.operation, to, x, y, left, right, vector)
+            empty, aligned = 0 in to.shape, not (x.address | y.address) % 16
+            run = None if empty else self._way.kernel(self, strides, steps, vector.dtype, aligned)
+            handle = self.begin(stream, *ops)
+        except Exception as error:
+            self.refuse(error)
+            raise
         if run is not None:
             self._way.run(self, run, handle, ops)
         return self._out if out is None else out

@@ -16,25 +16,22 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.select import power_of_two
 from tdx.runtime import dtypes
+from tdx.runtime.checks import make_ints
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 
 __all__ = [
     "OPERATIONS",
     "ReductionConfig",
-    "check_low_latency",
     "check_types",
     "combine",
     "finish",
     "from_words",
     "mean",
     "reduce_words",
-    "takes_low_latency",
     "to_words",
     "widen",
 ]
 
-LOW_LATENCY_LIMIT_BYTES = 4 << 20
-LOW_LATENCY_LIMIT_RANKS = 16
 OPERATIONS = ("sum", "avg", "max", "min")
 
 
@@ -75,13 +72,15 @@ class ReductionConfig:
             raise InvalidArgument(
                 f"algorithm={self.algorithm!r} is not one of {', '.join(self.algorithms)}"
             )
+        given = [name for name in ("blocks", "steps") if getattr(self, name) is not None]
+        make_ints(self, "block", "num_warps", *given)
         for name in ("block", "num_warps"):
             value = getattr(self, name)
             if value != power_of_two(value) or value < (2 if name == "block" else 1):
                 raise InvalidArgument(f"{name}={value} must be a power of two")
-        for name in ("blocks", "steps"):
+        for name in given:
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise InvalidArgument(f"{name}={value} must be None or at least 1")
 
 
@@ -105,31 +104,6 @@ def check_types(
         )
     elif not dtypes.is_float(out):
         raise DtypeError(f"{operation} of {dtype}: out_dtype {out} must be a float type")
-
-
-def takes_low_latency(nbytes: int, kinds: tuple[np.dtype, ...], ranks: int) -> bool:
-    """Whether data-and-flag words take inputs of `nbytes` and the types that travel."""
-    small = nbytes <= LOW_LATENCY_LIMIT_BYTES and ranks <= LOW_LATENCY_LIMIT_RANKS
-    return small and all(kind.itemsize in (2, 4) for kind in kinds)
-
-
-def check_low_latency(
-    operation: str, algorithm: str, nbytes: int, kinds: tuple[np.dtype, ...], ranks: int
-) -> None:
-    """Raise unless `takes_low_latency`."""
-    if takes_low_latency(nbytes, kinds, ranks):
-        return
-    for kind in kinds:
-        if kind.itemsize not in (2, 4):
-            raise Unsupported(
-                f"{operation}: {algorithm} takes types of 2 and 4 bytes, not {kind}; use another "
-                "algorithm"
-            )
-    raise InvalidArgument(
-        f"{operation}: {algorithm} takes up to {LOW_LATENCY_LIMIT_BYTES} bytes and "
-        f"{LOW_LATENCY_LIMIT_RANKS} ranks, not {nbytes} bytes on {ranks} ranks; use another "
-        "algorithm"
-    )
 
 
 @triton.jit

@@ -6,9 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from tdx.runtime.errors import InvalidArgument, Unsupported
+
 __all__ = [
     "CONSTANTS",
     "COSTS",
+    "LOW_LATENCY_BYTES",
     "MOVEMENT",
     "STAGING_BYTES",
     "Constants",
@@ -18,7 +23,9 @@ __all__ = [
     "block_elements",
     "broadcast_round_bytes",
     "cheapest",
+    "check_low_latency",
     "constants",
+    "engines_us",
     "follows",
     "gather_algorithm",
     "gather_chunks",
@@ -31,7 +38,11 @@ __all__ = [
     "row_block",
     "shard_block",
     "shared_bytes",
+    "takes_low_latency",
 ]
+
+# what words of data and flag are for; of all ranks' blocks slots take 4 * W times the bytes
+LOW_LATENCY_BYTES, LOW_LATENCY_RANKS = 4 << 20, 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,8 @@ class Constants:
         Most columns of a tile that tensor descriptors fill.
     tile_times : mapping of int to float
         Time of a tile with that many columns, relative to one with the most.
+    tile_us : float
+        Microseconds of a tile with the most columns for each KiB of depth.
     stages : int
         Greatest depth of a matmul's load pipeline.
     matmul_blocks : int
@@ -62,6 +75,10 @@ class Constants:
         Pieces in which a rank's part is gathered beside a matmul.
     engine_bytes : int
         Bytes of a chunk from which copy engines gather it beside a matmul.
+    engine_us : float
+        Microseconds that copy engines take besides the bytes.
+    link_bytes_per_us : float
+        What they send to all peers together.
     unfused : tuple of tuple[int, int]
         Pairs (rows of a rank, bytes that each rank sends) up to which a matmul and its
         communication follow one another; see `follows`.
@@ -76,11 +93,14 @@ class Constants:
     tile: tuple[int, int, int]
     described_columns: int
     tile_times: Mapping[int, float]
+    tile_us: float
     stages: int
     matmul_blocks: int
     push_blocks: int
     chunks_per_rank: int
     engine_bytes: int
+    engine_us: float
+    link_bytes_per_us: float
     unfused: tuple[tuple[int, int], ...]
     scattered_rows: int
     gathered_rows: int
@@ -88,20 +108,21 @@ class Constants:
 
 _NEVER = 1 << 62
 # of bfloat16 with 128 rows and a depth of 64 on an H200, all multiprocessors busy
-_TILE_TIMES = {256: 1.0, 128: 0.54, 64: 0.43, 32: 0.4}
+_TILE_TIMES = {256: 1.0, 128: 0.54, 64: 0.43}
 _CUDA = Constants(
     low_latency_bytes_per_block=1 << 10, block_elements=(1024, 4096), blocks=128,
-    tile=(128, 128, 128), described_columns=256, tile_times=_TILE_TIMES, stages=5,
-    matmul_blocks=1 << 10, push_blocks=16, chunks_per_rank=8, engine_bytes=2 << 20,
-    unfused=((128, _NEVER), (256, 12 << 20)), scattered_rows=1 << 10, gathered_rows=1 << 9,
+    tile=(128, 128, 128), described_columns=256, tile_times=_TILE_TIMES, tile_us=5.5, stages=6,
+    matmul_blocks=1 << 10, push_blocks=16, chunks_per_rank=8, engine_bytes=2 << 20, engine_us=12,
+    link_bytes_per_us=350e3, unfused=((128, _NEVER), (256, 12 << 20)), scattered_rows=1 << 10,
+    gathered_rows=1 << 9,
 )  # fmt: skip
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
     "host": Constants(
         low_latency_bytes_per_block=1 << 19, block_elements=(256, 1 << 17), blocks=1,
-        tile=(256, 256, 1024), described_columns=256, tile_times={}, stages=1, matmul_blocks=2,
-        push_blocks=1, chunks_per_rank=1, engine_bytes=_NEVER, unfused=(), scattered_rows=1 << 20,
-        gathered_rows=1 << 20,
+        tile=(256, 256, 1024), described_columns=256, tile_times={}, tile_us=0, stages=1,
+        matmul_blocks=2, push_blocks=1, chunks_per_rank=1, engine_bytes=_NEVER, engine_us=0,
+        link_bytes_per_us=1, unfused=(), scattered_rows=1 << 20, gathered_rows=1 << 20,
     ),
     "cuda": _CUDA,
     "hip": replace(_CUDA, described_columns=128, stages=2),
@@ -208,6 +229,34 @@ def block_elements(backend: str, numel: int) -> int:
     return min(most, max(fewest, power_of_two(-(-numel // limits.blocks))))
 
 
+def takes_low_latency(nbytes: int, ranks: int, kinds: tuple[np.dtype, ...] = ()) -> bool:
+    """Whether words of data and flag take so many bytes of a rank, or of a block for one.
+
+    `kinds`: the types that travel and are computed with, if any are.
+    """
+    small = nbytes <= LOW_LATENCY_BYTES and ranks <= LOW_LATENCY_RANKS
+    return small and all(kind.itemsize in (2, 4) for kind in kinds)
+
+
+def check_low_latency(
+    operation: str, nbytes: int, ranks: int, kinds: tuple[np.dtype, ...] = (),
+    algorithm: str = "low_latency",
+) -> None:  # fmt: skip
+    """Raise unless `takes_low_latency`."""
+    if takes_low_latency(nbytes, ranks, kinds):
+        return
+    for kind in kinds:
+        if kind.itemsize not in (2, 4):
+            raise Unsupported(
+                f"{operation}: {algorithm} takes types of 2 and 4 bytes, not {kind}; use another "
+                "algorithm"
+            )
+    raise InvalidArgument(
+        f"{operation}: {algorithm} takes up to {LOW_LATENCY_BYTES} bytes and {LOW_LATENCY_RANKS} "
+        f"ranks, not {nbytes} bytes on {ranks} ranks; use another algorithm"
+    )
+
+
 def low_latency_elements(backend: str, numel: int, itemsize: int) -> int:
     """The same for data-and-flag words: on GPUs a word for each thread."""
     most = constants(backend).low_latency_bytes_per_block // itemsize
@@ -279,7 +328,7 @@ def push_tile(backend: str, nbytes: int, warps: int, width: int) -> dict[str, in
 def movement_algorithm(backend: str, nbytes: int, ranks: int, large: str) -> str:
     """How blocks of `nbytes` go from rank to rank: "low_latency", or else `large`."""
     small = nbytes <= MOVEMENT[backend].low_latency_bytes
-    return "low_latency" if small and ranks <= 16 else large
+    return "low_latency" if small and takes_low_latency(nbytes, ranks) else large
 
 
 def gather_algorithm(backend: str, nbytes: int, ranks: int, own_buffer: bool) -> str:
@@ -301,16 +350,24 @@ def follows(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
     )
 
 
-def gather_chunks(backend: str, nbytes: int) -> int:
-    """In how many pieces the `nbytes` of a rank are gathered beside a matmul.
+def gather_chunks(backend: str, nbytes: int, depth_bytes: int, peers: int) -> int:
+    """In how many pieces the `nbytes` of a rank, rows of `depth_bytes`, are gathered by a matmul.
 
-    Copy engines take several microseconds for each piece, and the product of the own rows hides a
-    large one: so few.
+    Copy engines take several microseconds for each piece, and b is read for each: so few. But the
+    first one is to come while the own rows are computed, of which a block may have one tile only.
     """
     limits = constants(backend)
     if nbytes < limits.engine_bytes:
         return limits.chunks_per_rank
+    if 2 * limits.engine_bytes <= nbytes < 32 << 20:
+        return 1 + (engines_us(backend, nbytes * peers) > limits.tile_us * depth_bytes / 1024)
     return min(limits.chunks_per_rank, max(1, nbytes // (32 << 20)))
+
+
+def engines_us(backend: str, nbytes: int) -> float:
+    """Microseconds until copy engines have sent `nbytes` to peers."""
+    limits = constants(backend)
+    return limits.engine_us + nbytes / limits.link_bytes_per_us
 
 
 def broadcast_round_bytes(backend: str, nbytes: int) -> int:

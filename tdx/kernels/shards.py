@@ -23,6 +23,7 @@ from tdx import abi
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.reduction import combine, reduce_words, to_words, widen
 from tdx.kernels.select import STAGING_BYTES
+from tdx.language.address import masked_peers
 
 __all__ = [
     "Steps",
@@ -98,7 +99,7 @@ def notify_ranks(signals, world, value, when):
     """Set this rank's signal at every rank, the own one included."""
     peers = tl.arange(0, _LANES)
     send = (peers < tdl.num_ranks(world)) & when
-    tdl.notify(signals + tdl.rank(world), peers, world, value, when=send)
+    tdl.notify(signals + tdl.rank(world), masked_peers(peers, world), world, value, when=send)
 
 
 @triton.jit

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tdx.kernels.select import constants, power_of_two, shared_bytes
+from tdx.runtime.checks import make_ints
 from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["FLOAT8_DEPTH", "Config", "choose_tile"]
+__all__ = ["FLOAT8_DEPTH", "Config", "check_config", "choose_tile"]
 
 FLOAT8_DEPTH = 32  # least depth of a tile of float8: what tensor cores take at a time
-_STAGE_BYTES = 24 << 10  # of a and b together: less of it in flight does not fill the pipeline
+# the sum of shares costs what two of them gain; each has to fill its pipeline
+_FEWEST_SHARES, _MOST_SHARES, _SHARE_DEPTH = 3, 8, 512
+_LARGE_STAGES = 5  # of large tiles, which gain nothing by more and spill
+_STAGE_BYTES = 48 << 10  # of a and b together: less of it in flight does not fill the pipeline
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class Config:
     split_k: int = 1
 
     def __post_init__(self) -> None:
+        make_ints(
+            self, "block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "split_k"
+        )
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
             if value < 16 or value != power_of_two(value):
@@ -70,14 +77,26 @@ class Config:
             )
 
 
+def check_config(config: object, fused: str = "") -> None:
+    """Raise InvalidArgument unless it is None or a Config, fit for the algorithm `fused`."""
+    if isinstance(config, Config):
+        if fused:
+            config.check_fused(fused)
+    elif config is not None:
+        raise InvalidArgument(f"config={config!r} must be a tdx.kernels.matmul.Config, or None")
+
+
 def choose_tile(
     backend: str, arch: str, m: int, n: int, k: int, itemsize: int, described: bool = False,
-    blocks: int = 1, parts: int = 1,
+    blocks: int = 1, parts: int = 1, split: bool = False, sending_us: float = 0,
 ) -> Config:  # fmt: skip
     """The tile of `parts` products (m, k) . (k, n), no larger than they ask for.
 
-    `described`: tensor descriptors fill it; `blocks`: how many run at once. Of the widths that fit,
-    the one for which `blocks` blocks take least time, tile after tile.
+    `described`: tensor descriptors fill it; `blocks`: how many run at once; `split`: whether they
+    may share tiles. Of the widths that fit, the one for which `blocks` blocks take least time, tile
+    after tile; where there are few tiles of the narrowest, they are shared. `sending_us`: how much
+    later than one part the others can begin, because their rows are sent, or how much earlier they
+    have to end.
     """
     limits = constants(backend)
     rows, columns, depth_bytes = limits.tile
@@ -98,24 +117,39 @@ def choose_tile(
     if backend == "host":
         return Config(height, width, depth, num_stages=limits.stages)
     count = parts * -(-m // height)
-    width = _width(width, n, count, blocks, limits.tile_times)
+    narrow = min([width, *limits.tile_times])
+    shares = min(_MOST_SHARES, blocks // max(1, count * -(-n // narrow)), k // _SHARE_DEPTH)
+    if split and shares >= _FEWEST_SHARES:
+        width = narrow
+    else:
+        tile_us = limits.tile_us * k * itemsize / 1024
+        sending = sending_us / tile_us if tile_us else 0
+        width, shares = _width(width, n, count, parts, blocks, limits.tile_times, sending), 1
     if itemsize == 4 or ragged:  # registers are what they lack
-        return Config(height, width, depth, num_stages=min(3, limits.stages))
+        return Config(height, width, depth, num_stages=min(3, limits.stages), split_k=shares)
     if backend == "cuda":  # few rows: as much on its way at a time as there is of large tiles
-        while 2 * (height + width) * depth * itemsize <= _STAGE_BYTES and depth < min(k, 256):
+        most = _STAGE_BYTES if described else _STAGE_BYTES // 2  # each address takes a register
+        while 2 * (height + width) * depth * itemsize <= most and depth < min(k, 256):
             depth *= 2
-    stages = (shared_bytes(arch) - 2048) // ((height + width) * depth * itemsize)
+    fit = (shared_bytes(arch) - 2048) // ((height + width) * depth * itemsize)
+    warps, stages = (8, _LARGE_STAGES) if height * width > 128 * 64 else (4, limits.stages)
     return Config(
-        height, width, depth,
-        num_warps=8 if height * width > 128 * 64 else 4,
-        num_stages=max(2, min(limits.stages, stages)),
+        height, width, depth, num_warps=warps, num_stages=max(2, min(limits.stages, stages, fit)),
+        split_k=shares,
     )  # fmt: skip
 
 
-def _width(most: int, n: int, count: int, blocks: int, times: Mapping[int, float]) -> int:
-    """The best of the widths up to `most`, of products with `count` rows of tiles."""
+def _width(
+    most: int, n: int, count: int, parts: int, blocks: int, times: Mapping[int, float],
+    sending: float,
+) -> int:  # fmt: skip
+    """The best of the widths up to `most`, of `parts` products with `count` rows of tiles."""
 
     def cost(width: int) -> tuple[float, int]:
-        return -(-count * -(-n // width) // blocks) * times[width], -width
+        tiles = count * -(-n // width)
+        others = tiles - tiles // parts
+        turns, late_turns = -(-tiles // blocks), -(-others // blocks)
+        late = late_turns * times[width] + sending if others else 0
+        return max(turns * times[width], late), -width
 
     return min((width for width in times if width <= most), key=cost, default=most)

@@ -5,7 +5,8 @@ One source serves NVIDIA GPUs, AMD GPUs and the host tier. Import it as
     import tdx.language as tdl
 
 Every function accepts constexpr values, Python integers and tensors. Triton rejects `return` and
-`break` inside loops, so a kernel carries the result of a wait on as a predicate.
+`break` inside loops, so a kernel carries the result of a wait on as a predicate. Wait by these
+functions only: a loop on `tl.load` has no deadline, and a compiler may load once.
 """
 
 from __future__ import annotations

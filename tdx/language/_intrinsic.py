@@ -42,12 +42,6 @@ def is_nvidia(_semantic=None):
 
 
 @intrinsic
-def is_amd(_semantic=None):
-    """Constexpr: is this program compiled for an AMD GPU?"""
-    return False if _semantic is None else core.constexpr(_backend(_semantic) == "hip")
-
-
-@intrinsic
 def has_async_proxy(_semantic=None):
     """Constexpr: do tensor-descriptor loads go through NVIDIA's async proxy (sm_90 and later)?"""
     if _semantic is None:
@@ -119,6 +113,33 @@ def check_signal(pointer, _semantic=None):
     element = pointer.type.scalar.element_ty
     if not (element.is_int() and element.primitive_bitwidth == 32):
         raise TypeError(f"a signal is an int32 or uint32 word, got a pointer to {element}")
+
+
+@intrinsic
+def check_handle(world, _semantic=None):
+    """Reject what is no handle of a world or team, in its place."""
+    if not (hasattr(world, "packed") and hasattr(world, "stride")):
+        raise TypeError(
+            f"expected the handle of a world or team, got {_described(world)}: launch the kernel "
+            "with `world.handle` (or `team.handle`) and pass that argument on"
+        )
+
+
+@intrinsic
+def check_channel(channel, _semantic=None):
+    """Reject what is no channel, in its place."""
+    if not (hasattr(channel, "packed") and hasattr(channel, "words")):
+        raise TypeError(
+            f"expected a channel, got {_described(channel)}: launch the kernel with what "
+            "`world.channel(blocks)` returns and pass that argument on"
+        )
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, "packed"):
+        return "a channel" if hasattr(value, "words") else "the handle of a world or team"
+    kind = getattr(value, "type", None)
+    return f"{kind}" if isinstance(value, core.tensor) else f"{value!r}"
 
 
 @intrinsic

@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 
 from tdx import abi
-from tdx.language._intrinsic import bytes_per_element, device_call, is_floating, is_host
+from tdx.language import host
+from tdx.language._intrinsic import (
+    bytes_per_element,
+    check_handle,
+    device_call,
+    is_floating,
+    is_host,
+)
 
 _FIELD = tl.constexpr(abi.PACK_FIELD_MASK)
 _RANK = tl.constexpr(abi.PACK_RANK_SHIFT)
@@ -25,18 +32,21 @@ _TABLE_ROW = tl.constexpr(abi.MAX_RANKS)
 @triton.jit
 def rank(world):
     """This rank's number in the world or team, int32: 0 <= rank < num_ranks."""
+    check_handle(world)
     return (world.packed >> _RANK) & _FIELD
 
 
 @triton.jit
 def num_ranks(world):
     """Ranks in the world or team, int32."""
+    check_handle(world)
     return (world.packed >> _SIZE) & _FIELD
 
 
 @triton.jit
 def team_index(world):
     """Number of the team within its world, int32; 0 is the world itself."""
+    check_handle(world)
     return world.packed >> _TEAM
 
 
@@ -71,9 +81,28 @@ def symm_at(ptr, peer, world):
     Returns a pointer of the same type; with a block of peers a block of pointers. Heaps lie at
     large powers of two from each other, so loads and stores through the result are as wide as
     through `ptr`. The arithmetic is 64-bit whatever the stride.
+
+    A peer outside 0..num_ranks - 1, or another rank's and a pointer into other memory than the own
+    symmetric heap, gives a pointer that must be masked. `ptr` may be beside its array if what is
+    used of the result is within. The host tier refuses its use and says why; a GPU reports
+    an illegal address, or stores where it should not.
     """
+    check_handle(world)
     size: tl.constexpr = bytes_per_element(ptr)
-    return ptr + tl.multiple_of(heap_distance(peer, world) // size, 16)
+    if is_host():  # and no multiple_of, which blocks of two dimensions would not take
+        result = ptr + host.distance(ptr, peer, world) // size
+    else:
+        result = ptr + tl.multiple_of(heap_distance(peer, world) // size, 16)
+    return result
+
+
+@triton.jit
+def masked_peers(lanes, world):
+    """`lanes` as peers, for a block of which those from num_ranks on are masked.
+
+    On the host tier they become the last rank, else all accesses would be checked from there on.
+    """
+    return tl.minimum(lanes, num_ranks(world) - 1) if is_host() else lanes
 
 
 @triton.jit

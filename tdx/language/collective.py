@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 
 from tdx import abi
-from tdx.language.address import num_ranks, rank, symm_at, team_index
+from tdx.language import host
+from tdx.language._intrinsic import check_channel, is_host
+from tdx.language.address import masked_peers, num_ranks, rank, symm_at, team_index
 from tdx.language.memory import fence
 from tdx.language.signal import _wait_span, program_barrier, program_index, publish
 
@@ -31,6 +33,7 @@ _PHASE = tl.constexpr(-(1 << 31))
 @triton.jit
 def num_blocks(channel):
     """Programs per rank that the channel was made for, int32."""
+    check_channel(channel)
     return channel.packed >> _BLOCKS
 
 
@@ -38,11 +41,14 @@ def num_blocks(channel):
 def epoch(channel):
     """Begin this block's next epoch and return its number, int32, the same in every thread.
 
+    The grid has no more than `num_blocks` programs, which the host tier checks and a GPU does not.
+
     The first call ever returns 1; the number wraps around after 2**32 calls. Every rank's block b
     counts alike as long as all ranks launch the same kernels on the channel. Costs a local load
     and two barriers of the program; orders nothing between programs; counts also while a fault
     stands. Replay safe: the number is kept in device memory, never in an argument.
     """
+    check_channel(channel)
     state = channel.words + _HEADER + program_index() * _STATE + _EPOCH
     program_barrier()
     number = tl.load(state) + 1
@@ -63,6 +69,7 @@ def barrier(channel, world):
     concerned: add `grid_barrier` for a meeting of all blocks of all ranks.
     Fault: while one stands nothing is sent, and `ok` is False unless all peers had arrived.
     """
+    check_channel(channel)
     me = rank(world)
     size = num_ranks(world)
     block = program_index()
@@ -70,7 +77,7 @@ def barrier(channel, world):
     pads = channel.words + _HEADER + num_blocks(channel) * _STATE + block * size
     number = tl.load(state) + 1
     peers = tl.arange(0, _LANES)
-    targets = symm_at(pads + me, peers, world)
+    targets = symm_at(pads + me, masked_peers(peers, world), world)
     publish(targets, number, "set", peers < size, world.control)  # has the program's barrier
     tl.store(state, number)
     return _wait_span(pads, size, number, "ge", world.control, team_index(world), 0)
@@ -85,8 +92,13 @@ def grid_barrier(channel):
 
     Ordering: everything that any program of the grid did before is visible to all threads of all
     programs after it, and by cumulativity to whoever they notify later.
-    Needs co-resident programs: a cooperative launch, or a grid that fits the device.
+    Needs co-resident programs: a cooperative launch, or a grid that fits the device. The host tier
+    refuses a grid of another number of programs; on a GPU it is given up at the deadline.
     """
+    check_channel(channel)
+    if is_host():
+        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+        host.check_grid(num_blocks(channel), programs)
     fence()
     # The first program adds 2**31 - (blocks - 1), the others 1: when all have come, the sign bit
     # has flipped and the lower bits are as before. Nothing is ever reset.

@@ -12,7 +12,7 @@ import numpy as np
 from triton.language import core
 
 from tdx import abi
-from tdx.language._intrinsic import host_tensor, intrinsic, unwrap
+from tdx.language._intrinsic import host_tensor, intrinsic, is_block, unwrap
 
 
 class Executor(Protocol):
@@ -59,11 +59,47 @@ class Executor(Protocol):
     def fault(self, control: int) -> bool:
         """Does a fault stand?"""
 
+    def distance(
+        self, pointers: np.ndarray, peers: np.ndarray, handle: tuple[int, int, int, bool]
+    ) -> np.ndarray:
+        """Bytes from `pointers` to `peers`' copies, for each of them or one number for all.
+
+        `handle` has the numbers of a world handle. Where there is no such copy the distance leads
+        to an address whose use is refused.
+        """
+
 
 @intrinsic
-def wait(ptr, value, cmp, control, team, peer, _semantic=None):
+def distance(ptr, peer, world, _semantic=None):
+    """Bytes from `ptr` to `peer`'s copy, int64; a block where one number does not do for all."""
+    handle = (
+        _scalar(world.control), _scalar(world.packed), _scalar(world.stride), unwrap(world.is_team)
+    )  # fmt: skip
+    steps = _running().distance(_array(ptr), _array(peer).astype(np.int64), handle)
+    if is_block(peer):
+        return host_tensor(steps.reshape(peer.shape) if steps.size == 1 else steps, like=peer)
+    return host_tensor(steps, like=ptr) if steps.size > 1 else host_tensor(steps.reshape(1))
+
+
+@intrinsic
+def check_grid(blocks, programs, _semantic=None):
+    """Reject a grid barrier of other than the channel's number of programs: it never ends."""
+    wanted, found = _scalar(blocks), _scalar(programs)
+    if wanted != found:
+        raise ValueError(
+            f"grid_barrier: the grid has {found} programs and the channel is for {wanted} blocks; "
+            f"launch {wanted}, or make it with world.channel({found})"
+        )
+
+
+@intrinsic
+def wait(ptr, value, cmp, control, team, peer, ranks, _semantic=None):
     """True (scalar) when every word at `ptr` satisfies `value`."""
     addresses, values, peers = np.broadcast_arrays(_array(ptr), _array(value), _array(peer))
+    size = _scalar(ranks)
+    if ((peers < -1) | (peers >= size)).any():
+        wrong = next(int(p) for p in peers.ravel() if not -1 <= p < size)
+        raise ValueError(f"peer {wrong} is outside 0..{size - 1}: the handle is of {size} ranks")
     ok = _running().wait(
         addresses.ravel().astype(np.uint64),
         values.ravel().astype(np.int64),

@@ -27,13 +27,14 @@ from tdx.language._intrinsic import (
     as_tensor,
     bits,
     check_choice,
+    check_handle,
     check_signal,
     device_call,
     is_block,
     is_host,
     is_nvidia,
 )
-from tdx.language.address import rank, symm_at, team_index
+from tdx.language.address import num_ranks, rank, symm_at, team_index
 
 _GE = tl.constexpr("ge")  # Triton 3.6 takes no plain str as a default
 _SET = tl.constexpr("set")
@@ -54,7 +55,7 @@ def wait(ptr, world, value, cmp: tl.constexpr = _GE, peer=-1):
         "ge": signed 32-bit difference seen - value is not negative. "eq": equal; safe only when
         nobody overwrites the signal before this rank has seen it.
     peer : int, scalar or block
-        Rank of `world` that notifies, for the error message only.
+        Rank of `world` that notifies, for the error message only; -1: not known.
 
     Returns `ok`, a scalar int1 that is the same in every thread of the program.
 
@@ -70,7 +71,7 @@ def wait(ptr, world, value, cmp: tl.constexpr = _GE, peer=-1):
     program = program_index()
     team = team_index(world)
     if is_host():
-        ok = host.wait(ptr, value, cmp, world.control, team, peer)
+        ok = host.wait(ptr, value, cmp, world.control, team, peer, num_ranks(world))
     elif is_nvidia():
         ok = nvidia.wait(ptr, value, cmp == "eq", world.control, team, peer, program)
     else:
@@ -319,6 +320,7 @@ def no_fault(world, uniform: tl.constexpr = True):
         The same in every thread of the program. False: each thread looks for itself, and none
         waits for others; for masks only.
     """
+    check_handle(world)
     if is_host():
         clear = host.no_fault(world.control)
     else:
@@ -338,11 +340,9 @@ def program_index():
 @triton.jit
 def program_barrier():
     """All threads of the program meet, and see each other's earlier accesses."""
-    if is_host():
-        pass
-    elif is_nvidia():
+    if is_nvidia():
         nvidia.program_barrier()
-    else:
+    elif not is_host():
         amd.program_barrier()
 
 

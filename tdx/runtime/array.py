@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,8 @@ import numpy as np
 
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.block import Block
+from tdx.runtime.checks import as_int
+from tdx.runtime.copies import host_array, span
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
 
@@ -141,7 +142,11 @@ class Array:
         self._block.check()
         if not self.symmetric:
             raise InvalidArgument(f"{self.name} is local; only symmetric arrays have peers")
-        rank = self.world.check_rank(rank)
+        rank, ranks = self.world.check_rank(rank), self._block.ranks
+        if ranks is not None and rank not in ranks:
+            raise InvalidArgument(
+                f"{self.name} is there on the ranks of a team, {list(ranks)}, not on rank {rank}"
+            )
         window = self.world.window
         address = self._address + (rank - self.owner_rank) * window.stride
         return self._view(address, self.shape, self.strides, self.dtype, rank)
@@ -150,16 +155,18 @@ class Array:
         """A view by integers, slices, `...` and None, as NumPy's basic indexing."""
         # NumPy computes the view on a stand-in that is never read
         carrier = _stand_in(self.shape, self.strides, self.itemsize)
-        parts = index if isinstance(index, tuple) else (index,)
-        for part in parts:
-            if not (part is None or part is Ellipsis or isinstance(part, slice) or _is_int(part)):
+        parts = []  # with Python's ints: NumPy copies for an index that is an array
+        for part in index if isinstance(index, tuple) else (index,):
+            plain = part is None or part is Ellipsis or isinstance(part, slice)
+            parts.append(part if plain else as_int(part))
+            if not plain and parts[-1] is None:
                 raise InvalidArgument(
                     f"index {part!r}: arrays take integers, slices, ... and None; "
                     "copy with .numpy() for anything else"
                 )
         if not any(part is Ellipsis for part in parts):
-            parts = (*parts, Ellipsis)  # else NumPy would read an element when all axes are given
-        view = carrier[parts]
+            parts.append(Ellipsis)  # else NumPy would read an element when all axes are given
+        view = carrier[tuple(parts)]
         offset = _address_of(view) - _address_of(carrier) if view.size else 0
         return self._view(self._address + offset, view.shape, view.strides, self.dtype)
 
@@ -212,7 +219,7 @@ class Array:
         Also after `world.recover()`, for what was left in this rank's own memory.
         """
         world = self.world
-        low, nbytes = _span(self.shape, self.strides, self.itemsize)
+        low, nbytes = span(self.shape, self.strides, self.itemsize)
         is_left = world.recovered and self.owner_rank == world.rank and not self._block.freed
         if not is_left:
             self._block.check()
@@ -235,12 +242,11 @@ class Array:
         `source` must have this array's shape and dtype. Returns the array. The copy is ordered
         on the array's stream; host memory may be changed when the call returns.
 
-        Raises InvalidArgument (shape), DtypeError.
+        Raises InvalidArgument (shape, or what is no array), DtypeError, Unsupported (a device).
         """
         self._block.check()
-        if isinstance(source, np.generic) or not hasattr(source, "__dlpack__"):
-            source = np.asarray(source, None if hasattr(source, "dtype") else self.dtype)
         if not isinstance(source, Array):
+            source = host_array(source, self.dtype)
             source = self.world.copies.source(source, self.world.copies.stream_for(self._block))
         if source.dtype != self.dtype:
             raise DtypeError(
@@ -327,7 +333,7 @@ class Array:
         """Give the memory back; for a symmetric array on every rank in the same order.
 
         Views become unusable. Raises Closed when freed already, InvalidArgument while a
-        consumer of an export still holds the memory.
+        consumer of an export or a graph still holds the memory.
         """
         if self.symmetric and self.owner_rank != self.world.rank:
             raise InvalidArgument("a peer's array is freed by freeing the own array")
@@ -340,20 +346,10 @@ class Array:
 def check_shape(shape: Any) -> tuple[int, ...]:
     """`shape` as a tuple of extents; InvalidArgument."""
     extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-    for n in extents:
-        if isinstance(n, (bool, np.bool_)) or not isinstance(n, (int, np.integer)) or n < 0:
-            raise InvalidArgument(f"shape {shape!r}: extents must be ints >= 0")
-    return tuple(int(n) for n in extents)
-
-
-def _is_int(value: Any) -> bool:
-    if isinstance(value, (bool, np.bool_)):
-        return False
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
+    ints = tuple(n for n in map(as_int, extents) if n is not None and n >= 0)
+    if len(ints) < len(extents):
+        raise InvalidArgument(f"shape {shape!r}: extents must be ints >= 0")
+    return ints
 
 
 def _stand_in(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Any:
@@ -365,20 +361,10 @@ def _address_of(array: np.ndarray[Any, Any]) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """(offset of the lowest byte, bytes up to the highest) of the elements; 0 bytes if none."""
-    if 0 in shape:
-        return 0, 0
-    reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
-    low = sum(r for r in reach if r < 0)
-    return low, sum(r for r in reach if r > 0) - low + itemsize
-
-
 def _complete_shape(size: int, wanted: Sequence[Any]) -> tuple[int, ...]:
-    try:
-        shape = tuple(operator.index(n) for n in wanted)
-    except TypeError:
-        raise InvalidArgument(f"shape {tuple(wanted)}: extents must be ints") from None
+    shape = tuple(n for n in map(as_int, wanted) if n is not None)
+    if len(shape) < len(wanted):
+        raise InvalidArgument(f"shape {tuple(wanted)}: extents must be ints")
     rest = math.prod(n for n in shape if n != -1)
     if shape.count(-1) > 1 or any(n < -1 for n in shape):
         raise InvalidArgument(f"shape {shape}: extents must be >= 0, at most one may be -1")

@@ -37,20 +37,22 @@ def choose(backend: str | None) -> str:
     Raises InvalidArgument for an unknown name, DriverError when the named GPU is not there,
     Unsupported when tdx has no driver for it.
     """
+    said = f"backend={backend!r}"
     if backend is None:
         backend = config.backend or None
+        said = f"tdx.config.backend={backend!r} (TDX_BACKEND)"
     if backend is None:
         return "cuda" if nvidia_gpus() else "host"
     if backend not in BACKENDS:
-        raise InvalidArgument(f"backend={backend!r} is not one of {', '.join(BACKENDS)}")
+        raise InvalidArgument(f"{said} is not one of {', '.join(BACKENDS)}")
     if backend == "hip":
         raise Unsupported(
-            "backend='hip': kernels compile for AMD GPUs, but the HIP driver is not there yet; "
+            f"{said}: kernels compile for AMD GPUs, but the HIP driver is not there yet; "
             "use backend='host'"
         )
     if backend == "cuda" and not nvidia_gpus():
         raise DriverError(
-            "backend='cuda': this machine shows no NVIDIA GPU (no /dev/nvidia0); use "
+            f"{said}: this machine shows no NVIDIA GPU (no /dev/nvidia0); use "
             "backend='host', or pass the GPU into the container"
         )
     return backend

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tdx.runtime.errors import Closed, InvalidArgument
@@ -56,7 +56,9 @@ class Block:
     """
 
     symmetric = False
+    ranks: Sequence[int] | None = None  # of the world that have it mapped; None: all
     freed = False
+    recorded = 0  # by how many calls in graphs that are there
     _held = 0
 
     def __init__(
@@ -130,12 +132,18 @@ class Block:
         return self, released
 
     def free(self) -> None:
-        """Give the memory back now; InvalidArgument while a consumer holds it."""
+        """Give the memory back now; InvalidArgument while a consumer or a graph holds it."""
         self.check()
         if self._held:
             raise InvalidArgument(
                 f"array {self.name} is exported to {self._held} consumer(s) that still hold it; "
                 "drop those arrays first, or drop the last reference instead of calling free()"
+            )
+        if self.recorded:
+            raise InvalidArgument(
+                f"array {self.name} is used by a recorded graph, which could be replayed; drop the "
+                "graph first (other libraries do not tell when theirs are gone: close the world), "
+                "or drop the last reference instead of calling free()"
             )
         self.freed = True
 
@@ -155,9 +163,9 @@ class LocalBlock(Block):
         self.driver.free(self.address, self.last[0], self.last[1:])
         self.last[:] = [NOWHERE]
 
-    def __del__(self) -> None:
-        # cheaper than weakref.finalize, which other blocks use
-        if self.address and not self.freed and not sys.is_finalizing():
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # cheaper than weakref.finalize, which other blocks use; modules may be gone at the end
+        if self.address and not self.freed and not ending():
             last = self.last
             if len(last) == 1:
                 self.driver.free(self.address, last[0])
@@ -171,7 +179,7 @@ class SymmetricBlock(Block):
     symmetric = True
 
     def __init__(self, driver: Driver, exports: Exports, region: Region, nbytes: int, name: str):
-        self.region = region
+        self.region, self.ranks = region, region.ranks
         self.offset = region.allocate(nbytes, name)
         window = region.window
         super().__init__(driver, exports, window.address(window.rank, self.offset), nbytes, name)

@@ -2,7 +2,8 @@
 
 Calls of existing plans exchange nothing. But when a rank has waited in vain, the board tells
 whether a peer is late, or has gone another way: each operation has an entry with the number of
-calls made, and with the place of the latest one among all calls of that rank.
+calls made, and with the place of the latest one among all calls of that rank. One more entry of
+each rank holds the latest call that it refused, and why.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ENTRIES = 512  # for each rank; operations beyond that are not shown
 _KEY, _STATE = 0, 1  # 64-bit words of an entry: the operation; place << 32 | calls
 _TEXT = 16  # bytes before the text
 _ENTRY_BYTES = 256
-_RANK_BYTES = _ENTRIES * _ENTRY_BYTES
+_RANK_BYTES = (_ENTRIES + 1) * _ENTRY_BYTES  # the last one: the refused call
 _LOW = 0xFFFFFFFF
 _CONFIRM_S = 0.02  # a peer that is late but at work may make its calls while it is looked at
 
@@ -61,6 +62,11 @@ class Entry:
         if self._board is not None:
             self._board.write(self._index, text)
 
+    def refuse(self, reason: str) -> None:
+        """Say that this rank does not make the next call."""
+        if self._board is not None:
+            self._board.refuse(self._index, self.calls + 1, reason)
+
     def __del__(self) -> None:
         board = self._board
         if board is not None:
@@ -84,6 +90,7 @@ class CallBoard:
         self._rank = rank
         self._free = list(range(_ENTRIES - 1, -1, -1))
         self.places = count(1)
+        self.kept = False  # peers will look for what led to a mismatch: entries stay as they are
 
     def claim(self, key: int, text: str) -> int | None:
         """The index of a new entry of this rank; None if all are taken."""
@@ -106,10 +113,19 @@ class CallBoard:
         data = text.encode(errors="replace")[: _ENTRY_BYTES - _TEXT - 1] + b"\0"
         self._bytes[start : start + len(data)] = data
 
+    def refuse(self, index: int, call: int, reason: str) -> None:
+        """This rank does not make call number `call` of an own entry's operation."""
+        key, state = self.word(_ENTRIES, _KEY), self.word(_ENTRIES, _STATE)
+        self.words[key] = 0
+        self.write(_ENTRIES, reason)
+        self.words[state] = call & _LOW
+        self.words[key] = self.words[self.word(index, _KEY)]
+
     def release(self, index: int) -> None:
         """The own entry may be used for another operation."""
-        self.words[self.word(index, _KEY)] = 0
-        self._free.append(index)
+        if not self.kept:
+            self.words[self.word(index, _KEY)] = 0
+            self._free.append(index)
 
     def close(self) -> None:
         """Unmap; what is counted from now on, only this process sees."""
@@ -125,10 +141,20 @@ class CallBoard:
         """What each of the ranks called, if one of them cannot just be late.
 
         Rank q is not late but went another way if it lacks a call that rank r has made, and has
-        made one that r has not, or has only made later.
+        refused it, or made one that r has not, or has only made later.
         """
         seen = {rank: dict(self._read(rank)) for rank in ranks}
+        refused = {rank: self._entry(rank, _ENTRIES) for rank in ranks}
         for r, q in permutations(ranks, 2):
+            mine = refused[r]
+            if (said := refused[q]) and _stands(said, seen[r], seen[q]) and not _same(said, mine):
+                key, table = said[0], {}
+                for rank, entries in seen.items():
+                    if (own := refused[rank]) and own[0] == key and _stands(own, seen[r], entries):
+                        table[rank] = f"refused call {own[1].calls}: {own[1].text}"
+                    elif key in entries:
+                        table[rank] = f"call {entries[key].calls} of {entries[key].text}"
+                return table
             shared = seen[r].keys() & seen[q].keys()
             lacking = [key for key in shared if _ahead(seen[r][key].calls, seen[q][key].calls)]
             for key in sorted(lacking, key=lambda key: seen[r][key].place):
@@ -139,12 +165,17 @@ class CallBoard:
         return None
 
     def _read(self, rank: int) -> Iterable[tuple[int, _Seen]]:
-        for start in range(rank * _RANK_BYTES, (rank + 1) * _RANK_BYTES, _ENTRY_BYTES):
-            key, state = self.words[start // 8], self.words[start // 8 + 1]
-            if key:
-                data = bytes(self._bytes[start + _TEXT : start + _ENTRY_BYTES])
-                text = data.split(b"\0")[0].decode(errors="replace")
-                yield key, _Seen(state & _LOW, state >> 32, text)
+        return filter(None, (self._entry(rank, index) for index in range(_ENTRIES)))
+
+    def _entry(self, rank: int, index: int) -> tuple[int, _Seen] | None:
+        """The key of a rank's entry, and what it shows; None for one that is not used."""
+        start = rank * _RANK_BYTES + index * _ENTRY_BYTES
+        key, state = self.words[start // 8], self.words[start // 8 + 1]
+        if not key:
+            return None
+        data = bytes(self._bytes[start + _TEXT : start + _ENTRY_BYTES])
+        text = data.split(b"\0")[0].decode(errors="replace")
+        return key, _Seen(state & _LOW, state >> 32, text)
 
 
 def _ahead(a: int, b: int) -> bool:
@@ -157,6 +188,19 @@ def _went_on(lacking: _Seen, mine: _Seen, theirs: _Seen) -> bool:
     if _ahead(theirs.calls, mine.calls):
         return True
     return theirs.calls == mine.calls > 0 and _ahead(mine.place, lacking.place)
+
+
+def _stands(refused: tuple[int, _Seen], mine: dict[int, _Seen], theirs: dict[int, _Seen]) -> bool:
+    """Did a rank refuse a call that the own rank has made, and not make it later?"""
+    key, call = refused[0], refused[1].calls
+    if key not in mine or _ahead(call, mine[key].calls):
+        return False
+    return key not in theirs or _ahead(call, theirs[key].calls)
+
+
+def _same(refused: tuple[int, _Seen], mine: tuple[int, _Seen] | None) -> bool:
+    """Did the own rank refuse the same call? It has made it since, and so may the other."""
+    return mine is not None and (mine[0], mine[1].calls) == (refused[0], refused[1].calls)
 
 
 def _describe(entries: dict[int, _Seen], key: int, calls: int) -> str:

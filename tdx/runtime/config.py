@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import Any
+from typing import Any, NamedTuple
+
+from .checks import as_int
+from .errors import InvalidArgument
 
 __all__ = ["Config", "config"]
 
-_SETTINGS: dict[str, tuple[type, Any, str]] = {
-    "backend": (str, "", "what tdx.init() uses when no backend= is given; empty: what is there"),
-    "debug": (bool, False, "check every collective call on all ranks at the call"),
-    "host_multiprocessors": (int, 8, "programs of one kernel that are resident at once, host tier"),
-    "host_seed": (int, 0, "not 0: the order in which the host tier resumes programs is shuffled"),
-    "share_gpu": (bool, False, "let several ranks use one GPU"),
-    "quiet": (bool, False, "do not say which backend was chosen"),
-    "launch_blocking": (bool, False, "wait for each kernel where it is launched"),
-}
+
+class _Setting(NamedTuple):
+    kind: type
+    default: Any
+    meaning: str
+    takes: str  # as an error puts it
+
+
+_BOOL = "1, true, yes, on, or 0, false, no, off"
+_INT = "an integer, as 17 or 0x11"
+_MOST_MULTIPROCESSORS = 1024
+
+_SETTINGS: dict[str, _Setting] = {
+    "backend": _Setting(
+        str, "", "what `tdx.init()` uses when no `backend=` is given; empty: what is there",
+        "cuda, hip or host",
+    ),
+    "debug": _Setting(bool, False, "check every collective call on all ranks at the call", _BOOL),
+    "host_multiprocessors": _Setting(
+        int, 8, "programs of one kernel that are resident at once, host tier",
+        f"an integer from 1 to {_MOST_MULTIPROCESSORS}",
+    ),
+    "host_seed": _Setting(
+        int, 0, "not 0: the order in which the host tier resumes programs is shuffled", _INT
+    ),
+    "share_gpu": _Setting(bool, False, "let several ranks use one GPU", _BOOL),
+    "quiet": _Setting(bool, False, "do not say which backend was chosen", _BOOL),
+    "launch_blocking": _Setting(bool, False, "wait for each kernel where it is launched", _BOOL),
+}  # fmt: skip
 
 
 class Config:
     """Settings of tdx; each may be set as `TDX_<NAME>` in the environment before the import.
 
-    An unknown name raises AttributeError, a value of the wrong type TypeError.
+    An unknown name raises AttributeError, a value of the wrong type TypeError. A variable that
+    cannot be read raises InvalidArgument where the setting is first used, `tdx.init` included:
+    the import itself never fails.
     """
 
     __slots__ = tuple(_SETTINGS)
@@ -36,37 +60,68 @@ class Config:
     launch_blocking: bool
 
     def __init__(self) -> None:
-        for name, (kind, default, _) in _SETTINGS.items():
-            text = os.environ.get(f"TDX_{name.upper()}")
-            setattr(self, name, default if text is None else _parse(name, kind, text))
+        for name, setting in _SETTINGS.items():
+            text = os.environ.get(_variable(name))
+            value = setting.default if text is None else _parse(setting.kind, text)
+            if value is not None and _fits(name, value):
+                object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for what __init__ left unset."""
+        _check_name(name)
+        text = os.environ.get(_variable(name), "")
+        raise InvalidArgument(
+            f"{_variable(name)}={text!r} in the environment: it takes {_SETTINGS[name].takes}; "
+            f"correct it, or set tdx.config.{name}"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _SETTINGS:
-            names = ", ".join(_SETTINGS)
-            raise AttributeError(f"tdx.config has no setting {name!r}; it has {names}")
-        kind = _SETTINGS[name][0]
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        _check_name(name)
+        kind = _SETTINGS[name].kind
+        given = as_int(value) if kind is int else value
+        if not isinstance(given, kind):
             raise TypeError(f"tdx.config.{name} takes {kind.__name__}, got {value!r}")
-        if name == "host_multiprocessors" and value not in range(1, 1025):
-            raise ValueError(f"tdx.config.{name} must be in 1..1024, got {value}")
-        object.__setattr__(self, name, value)
+        if not _fits(name, given):
+            raise ValueError(
+                f"tdx.config.{name} must be in 1..{_MOST_MULTIPROCESSORS}, got {value}"
+            )
+        object.__setattr__(self, name, given)
+
+    def check(self) -> None:
+        """Raise InvalidArgument for the first variable of the environment that has a bad value."""
+        for name in _SETTINGS:
+            getattr(self, name)
 
     def __repr__(self) -> str:
         return "Config(" + ", ".join(f"{n}={getattr(self, n)!r}" for n in _SETTINGS) + ")"
 
 
-def _parse(name: str, kind: type, text: str) -> Any:
+def _variable(name: str) -> str:
+    return f"TDX_{name.upper()}"
+
+
+def _check_name(name: str) -> None:
+    if name not in _SETTINGS:
+        names = ", ".join(_SETTINGS)
+        raise AttributeError(f"tdx.config has no setting {name!r}; it has {names}")
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a value of the right type is within the setting's limits."""
+    return name != "host_multiprocessors" or 1 <= value <= _MOST_MULTIPROCESSORS
+
+
+def _parse(kind: type, text: str) -> Any:
+    """The value that the text stands for; None: it stands for none."""
     if kind is bool:
-        if text.lower() in ("1", "true", "yes", "on"):
-            return True
-        if text.lower() in ("", "0", "false", "no", "off"):
-            return False
-    elif kind is int:
-        with contextlib.suppress(ValueError):
+        known = {"1": True, "true": True, "yes": True, "on": True}
+        return (known | dict.fromkeys(("", "0", "false", "no", "off"), False)).get(text.lower())
+    if kind is int:
+        try:
             return int(text, 0)
-    elif kind is str:
-        return text
-    raise ValueError(f"TDX_{name.upper()}={text!r} is not a {kind.__name__}")
+        except ValueError:
+            return None
+    return text
 
 
 config = Config()

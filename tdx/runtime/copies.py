@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import reprlib
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import numpy as np
 
 from tdx.runtime import dlpack
 from tdx.runtime.config import config
-from tdx.runtime.errors import Unsupported
+from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, finished, follow
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from tdx.runtime.dlpack import Imported
     from tdx.runtime.world import World
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "host_array", "span"]
 
 _HOST_MEMORY = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST)
 
@@ -41,12 +43,26 @@ class Copies:
     def source(self, producer: Any, stream: int) -> Imported:
         """Memory of a NumPy array or DLPack producer, ready for a copy on `stream`."""
         # a stream that is recorded cannot wait for what runs now
-        return dlpack.import_array(producer, None if self._world.recording else stream)
+        found = dlpack.import_array(producer, None if self._world.recording else stream)
+        info = self._driver.info
+        if found.device[0] not in (*_HOST_MEMORY, info.dlpack_type):
+            raise Unsupported(
+                f"the source is on DLPack device {found.device}, and this rank's arrays on "
+                f"{(info.dlpack_type, info.index)}; copy it to the host first"
+            )
+        return found
 
     def copy(self, target: Array, source: Array | Imported) -> None:
         """Copy equal shapes and dtypes; `target` is not empty."""
         block = target._block
         stream = self.stream_for(block)
+        if _overlap(target, source):
+            # pieces of a copy are in no order: what is read must not have been written
+            block.enter(stream)
+            with self._world.on(stream):
+                apart = self._world.local(target.shape, target.dtype, "copy")
+                self.copy(apart, source)
+            source = apart
         recording = self._world.recording
         if recording is not None:
             recording.keep(target, source)
@@ -60,14 +76,9 @@ class Copies:
             self._rows(target, source._address, source.strides, stream)
         elif source.device[0] in _HOST_MEMORY:
             self._from_host(target, source, stream)
-        elif source.device[0] == self._driver.info.dlpack_type:
+        else:
             self._rows(target, source.address, source.strides, stream)
             self._driver.stream_synchronize(stream)  # the producer may reuse its memory
-        else:
-            raise Unsupported(
-                f"the source is on DLPack device {source.device}, the array on "
-                f"{target.__dlpack_device__()}; copy it to the host first"
-            )
 
     def _from_host(self, target: Array, source: Imported, stream: int) -> None:
         size = source.dtype.itemsize
@@ -136,6 +147,60 @@ class Copies:
             for used in block.last
             if used != NOWHERE
         )
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """(offset of the lowest byte, bytes up to the highest) of the elements; 0 bytes if none."""
+    if 0 in shape:
+        return 0, 0
+    reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    low = sum(r for r in reach if r < 0)
+    return low, sum(r for r in reach if r > 0) - low + itemsize
+
+
+def host_array(source: Any, dtype: Any = None) -> Any:
+    """Numbers and nested sequences as a NumPy array, of `dtype` if they have none of their own.
+
+    DLPack producers are returned as they are. Raises InvalidArgument, DtypeError.
+    """
+    if hasattr(source, "__dlpack__") and not isinstance(source, np.generic):
+        return source
+    try:
+        found = np.asarray(source, None if hasattr(source, "dtype") else dtype)
+    except Exception as error:  # what is in a sequence raises what it likes
+        raise InvalidArgument(
+            f"{reprlib.repr(source)} cannot be made an array: {error}; pass numbers, nested "
+            "sequences of equal lengths, or an array"
+        ) from error
+    if found.dtype.kind in "OSU":
+        raise DtypeError(
+            f"{reprlib.repr(source)} would be an array of {found.dtype}, which tdx does not take: "
+            "pass numbers of a type that it takes, or nested sequences of them"
+        )
+    return found
+
+
+def _overlap(target: Array, source: Array | Imported) -> bool:
+    """Whether a byte that is read may have been written before.
+
+    That is told by the ranges of addresses, of equal strides also by the places within a pitch.
+    """
+    here = source.address if isinstance(source, dlpack.Imported) else source._address
+    if source.strides == target.strides:
+        run = target.itemsize
+        pitch = 0
+        for extent, stride in zip(reversed(target.shape), reversed(target.strides), strict=True):
+            if stride == run and not pitch:
+                run *= extent
+            elif extent > 1:
+                pitch = math.gcd(pitch, stride)
+        behind = (here - target._address) % pitch if pitch else run
+        if here == target._address or run <= behind <= pitch - run:
+            return False
+    low, nbytes = span(target.shape, target.strides, target.itemsize)
+    first, count = span(source.shape, source.strides, target.itemsize)
+    begin, start = target._address + low, here + first
+    return begin < start + count and start < begin + nbytes
 
 
 def _pieces(

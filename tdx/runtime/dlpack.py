@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import dtypes
-from .errors import InvalidArgument, Unsupported
+from .errors import InvalidArgument, TdxError, Unsupported
 
 __all__ = [
     "CPU",
@@ -274,26 +274,33 @@ def import_array(obj: Any, stream: int | None = None) -> Imported:
     Raises
     ------
     InvalidArgument
-        `obj` is not a producer.
+        `obj` is not a producer, or one that refuses, whose own error is the cause.
     DtypeError
         An element type tdx does not take.
-    Exception
-        A producer that refuses raises what it wants to, often BufferError.
     """
     if isinstance(obj, np.ndarray):
         return _import_numpy(obj)
     if not hasattr(obj, "__dlpack__") or not hasattr(obj, "__dlpack_device__"):
         raise InvalidArgument(
-            f"expected a tdx array, a NumPy array or a DLPack producer, got "
-            f"{type(obj).__module__}.{type(obj).__qualname__}; numpy.asarray converts sequences"
+            f"expected a tdx array, a NumPy array or a DLPack producer, got {_described(obj)}; "
+            "numpy.asarray converts sequences"
         )
-    device_type, device_id = (int(part) for part in obj.__dlpack_device__())
-    arguments = (
-        {}
-        if device_type in (CPU, CUDA_HOST, ROCM_HOST)
-        else {"stream": _protocol_stream(device_type, stream)}
-    )
-    return _parse(_request(obj, arguments), (device_type, device_id))
+    try:
+        device_type, device_id = (int(part) for part in obj.__dlpack_device__())
+        arguments = (
+            {}
+            if device_type in (CPU, CUDA_HOST, ROCM_HOST)
+            else {"stream": _protocol_stream(device_type, stream)}
+        )
+        held = _request(obj, arguments)
+    except (TdxError, MemoryError):
+        raise
+    except Exception as error:  # producers raise what they like
+        raise InvalidArgument(
+            f"{_described(obj)} cannot be read: {type(error).__name__}: {error}; pass a plain copy "
+            "of it, or a NumPy array"
+        ) from error
+    return _parse(held, (device_type, device_id))
 
 
 @lru_cache(maxsize=1024)
@@ -308,6 +315,11 @@ def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _import_numpy(array: np.ndarray[Any, Any]) -> Imported:
+    if type(array) is not np.ndarray and hasattr(array, "mask"):
+        raise InvalidArgument(
+            f"{_described(array)} has a mask, which tdx does not heed; pass x.filled(value), or "
+            "x.data without the mask"
+        )
     return Imported(
         address=array.__array_interface__["data"][0],
         shape=array.shape,
@@ -324,6 +336,13 @@ def _protocol_stream(device_type: int, stream: int | None) -> int:
     if stream:
         return stream
     return 1 if device_type == CUDA else 0
+
+
+def _described(obj: Any) -> str:
+    """Class and shape, for errors."""
+    shape = getattr(obj, "shape", None)
+    extents = f" of shape {tuple(shape)}" if isinstance(shape, Sequence) else ""
+    return f"{type(obj).__module__}.{type(obj).__qualname__}{extents}"
 
 
 def _request(obj: Any, arguments: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ ml_dtypes. Complex types can be moved, gathered and exchanged, but no kernel com
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -95,7 +96,8 @@ def resolve(dtype: Any) -> np.dtype[Any]:
         if dtype in _PYTHON:
             return _PYTHON[dtype]
         if issubclass(dtype, np.generic):
-            return _known(np.dtype(dtype), dtype)
+            with contextlib.suppress(TypeError):  # abstract, as np.floating
+                return _known(np.dtype(dtype), dtype)
         inner = getattr(dtype, "dtype", None)  # jax.numpy.float32 and its like
         if isinstance(inner, np.dtype):
             return _known(inner, dtype)
@@ -175,6 +177,8 @@ def _refusal(given: Any) -> DtypeError:
         try:
             if not np.dtype(given).isnative:
                 reason = " (its byte order is not this machine's: convert with .astype)"
+            elif np.dtype(given).kind in "OSU":
+                reason = " (objects and text are no numbers: convert with .astype)"
         except (TypeError, ValueError, SyntaxError):
             pass
     return DtypeError(f"{text} is not a dtype tdx takes{reason}; it takes {_listing()}")

@@ -82,13 +82,15 @@ class PeerTimeout(TdxError, TimeoutError):
     rank, peer : int
         World ranks that waited and that did not answer (-1: not known).
     operation, signal : str
-        What was running and the name of the awaited signal.
+        What was running and the name of the awaited signal. For a kernel of the user's the
+        operation is the kernel's name on the host tier, and "kernel" on a GPU.
     expected, seen : int
         Value waited for and value found at the deadline.
     call_number : int
         How often the operation had been called (0: not known).
     location : str
-        "file:line" of the last call of the operation ("" if not known).
+        "file:line" of the last call of the operation, or on the host tier of the launch of
+        the user's kernel ("" if not known).
     """
 
     def __init__(

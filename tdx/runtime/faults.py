@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Faults", "Pointer"]
 
 _STATE = abi.RECORD_STATE
+_NOBODY = 1 << 20  # a world rank whose memory is nowhere: for peers beyond a team
 _WATCH_S = 0.2  # how often the watcher looks: a fault is reported well within a second
 
 
@@ -70,6 +72,10 @@ class Faults:
             self.control = Pointer(self.address, np.dtype(np.int64))
             self.set_table(0, range(world.size))
             undo.commit()
+        self._executor = getattr(driver, "executor", None)  # of the host tier: knows who waits
+        if self._executor is not None:
+            here = weakref.proxy(world)  # which owns the driver
+            self._executor.introduce(world.rank, lambda address: here.signal_site(address)[2])
         self.first: TdxError | None = None
         self.raised: TdxError | None = None  # the fault, once a caller has been told
         self.abort = False  # end the process when a peer is lost
@@ -82,6 +88,7 @@ class Faults:
     def set_table(self, team: int, ranks: range | tuple[int, ...]) -> None:
         """Fill a team's table of world ranks, in team order."""
         start = abi.CONTROL_TABLE + team * abi.MAX_RANKS
+        self._words[start : start + abi.MAX_RANKS] = _NOBODY
         self._words[start : start + len(ranks)] = ranks
         driver = self._world.driver
         part = self._words if team == 0 else self._words[start : start + abi.MAX_RANKS]
@@ -151,39 +158,43 @@ class Faults:
         seen, expected = int(record[abi.RECORD_SEEN]), int(record[abi.RECORD_EXPECTED])
         peer = int(record[abi.RECORD_PEER])
         ranks = world.team_ranks(int(record[abi.RECORD_TEAM]))
-        site, word = world.signal_site(int(record[abi.RECORD_SIGNAL]))
+        site, word, signal = world.signal_site(int(record[abi.RECORD_SIGNAL]))
         if peer < 0 and site.words_per_rank:
             peer = word // site.words_per_rank
         peer = ranks[peer] if 0 <= peer < len(ranks) else -1
-        number, signal = (
-            site.usage.call_of(expected, site.steps),
-            f"{site.signal}[{word}]",
-        )
+        number = site.usage.call_of(expected, site.steps)
         who = f"rank {peer}" if peer >= 0 else "a peer"
         if peer in world.channels.departed():
             who += " (which has closed its world)"
-        usage = site.usage
+        if arrived := site.arrived(word, seen):
+            who, arrived = "its own programs", f"; {arrived}"
+        operation, location = site.operation, site.usage.location
+        running = operation
+        if operation == "kernel" and self._executor is not None and self._executor.kernel:
+            operation, location = self._executor.kernel, self._executor.launched
+            running, signal = f"kernel {operation}", self._executor.signal
         call = f", call {number}" if number else ""
-        where = f", called at {usage.location}" if usage.location else ""
+        where = f", called at {location}" if location else ""
         if peer in world.channels.lost():
             return PeerLost(
-                f"rank {world.rank} lost rank {peer} while it waited in {site.operation}{call} for "
+                f"rank {world.rank} lost rank {peer} while it waited in {running}{call} for "
                 f"signal {signal}{where}",
                 [peer],
             )
-        waiting = "".join(f"\n  {line}" for line in world.waiting_programs())
+        programs = self._executor.waiting if self._executor is not None else []
+        waiting = "".join(f"\n  {line}" for line in programs)
         return PeerTimeout(
-            f"rank {world.rank} waited {world.timeout_s:g} s for {who}: {site.operation}{call}, "
-            f"signal {signal} expected {expected}, seen {seen}{where}"
+            f"rank {world.rank} waited {world.timeout_s:g} s for {who}: {running}{call}, "
+            f"signal {signal} expected {expected}, seen {seen}{arrived}{where}"
             + (f"\nwaiting programs of rank {world.rank}:{waiting}" if waiting else ""),
             rank=world.rank,
             peer=peer,
-            operation=site.operation,
+            operation=operation,
             signal=signal,
             expected=expected,
             seen=seen,
             call_number=number,
-            location=usage.location,
+            location=location,
         )
 
     def _watch(self) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tdx.runtime.block import Block
 from tdx.runtime.errors import Closed, InvalidArgument, TdxError
 from tdx.runtime.signals import Usage
 from tdx.runtime.stream import follow, order, stream_handle
@@ -31,14 +32,17 @@ class Graph:
     def __init__(self, world: World):
         self._world = world
         self._stream = world.driver.current_stream()
+        self._is_ours = world.driver.owns(self._stream)  # others do not tell when they close one
         self._handle = 0
         self._keep: list[Any] = []
         self._before: list[Callable[[int], None]] = []
         self._calls: Counter[Usage] = Counter()
+        weakref.finalize(self, _count, self._keep, -1).atexit = False
 
     def keep(self, *objects: Any) -> None:
-        """Hold objects as long as the graph lives."""
+        """Hold objects as long as the graph lives; arrays among them cannot be freed before."""
         self._keep.extend(objects)
+        _count(objects, 1)
 
     def before_replay(self, join: Callable[[int], None]) -> None:
         """Call `join(stream)` before each replay: work outside the graph comes first."""
@@ -53,6 +57,9 @@ class Graph:
         """End the recording and drop what it holds."""
         world = self._world
         world.recording = None
+        _count(self._keep, -1)
+        for held in (self._keep, self._before, self._calls):
+            held.clear()
         with contextlib.suppress(TdxError):
             world.driver.graph_destroy(world.driver.capture_end(self._stream))
 
@@ -85,12 +92,14 @@ class Graph:
     def replay(self, stream: Any = None) -> None:
         """Queue the recorded work on `stream` (None: the one it was recorded on).
 
-        Raises a pending fault, Closed.
+        Raises a pending fault, Closed (also for a stream that was closed).
         """
         world = self._world
         world.check()
         if not self._handle:
             raise Closed("the graph holds nothing: it is still recording, or its block failed")
+        if stream is None and self._is_ours and not world.driver.owns(self._stream):
+            raise Closed("the stream that the graph was recorded on was closed; pass stream=")
         target = self._stream if stream is None else stream_handle(stream)
         # arrays remember the recording's stream: keep it in step with where the work runs
         follow(world.driver, self._stream, target)
@@ -105,12 +114,22 @@ class Graph:
             world.driver.mark(self._stream, target)
 
 
+def _count(objects: Iterable[Any], times: int) -> None:
+    """Count graphs' calls at the memory of the arrays and blocks among the objects."""
+    for each in objects:
+        block = getattr(each, "_block", each)
+        if isinstance(block, Block):
+            block.recorded += times
+
+
 def hold(world: World, *objects: Any) -> None:
     """Hold what a graph of another library uses until the world is closed.
 
     Nobody tells when such a graph is gone.
     """
-    world.captured.update((id(each), each) for each in objects)
+    new = {id(each): each for each in objects if id(each) not in world.captured}
+    world.captured.update(new)
+    _count(new.values(), 1)
 
 
 def graph(world: World) -> Graph:

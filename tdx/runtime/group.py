@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tdx import abi
+from tdx.runtime.checks import as_int
 from tdx.runtime.errors import InvalidArgument, TdxError, Unsupported
 from tdx.runtime.signals import Handle
 from tdx.runtime.triton_driver import constexpr
@@ -28,13 +27,14 @@ def make_handle(world: World, rank: int, size: int, index: int) -> Handle:
     )
 
 
-def check_rank(rank: int, size: int, what: str) -> int:
+def check_rank(rank: Any, size: int, what: str) -> int:
     """`rank` as an int within 0..size-1, else InvalidArgument."""
-    if isinstance(rank, (bool, np.bool_)) or not isinstance(rank, (int, np.integer)):
+    whole = as_int(rank)
+    if whole is None:
         raise InvalidArgument(f"{what} must be an int, got {rank!r}")
-    if not 0 <= rank < size:
+    if not 0 <= whole < size:
         raise InvalidArgument(f"{what} {rank} is outside 0..{size - 1}")
-    return int(rank)
+    return whole
 
 
 def agree_on_team(world: World, ranks: Any, teams: int) -> tuple[int, ...]:

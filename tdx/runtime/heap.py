@@ -95,12 +95,10 @@ class Heap:
 
     # -- the layout: called alike on all ranks
 
-    def allocate(self, nbytes: int, label: str = "") -> int:
+    def allocate(self, nbytes: int) -> int:
         """The offset of a new block of at least `nbytes` bytes (0 takes a block of its own).
 
-        `label` says in the history what the block is for, e.g. "zeros((4, 4), float32)"; it is
-        part of the hash, so it must be the same on all ranks. Raises HeapFull without any
-        effect when no free block is large enough.
+        Raises HeapFull without any effect when no free block is large enough.
         """
         if nbytes < 0:
             raise InvalidArgument(f"cannot allocate {nbytes} bytes")
@@ -118,7 +116,7 @@ class Heap:
                 self._sizes[i] -= size
             self._live[offset] = size
             self._freed.discard(offset)
-            self._record(f"allocate({nbytes}) -> {offset}" + (f": {label}" if label else ""))
+            self._record(f"allocate({nbytes}) -> {offset}")
             return offset
 
     def free(self, offset: int) -> None:

@@ -194,7 +194,8 @@ class HostChannel:
             return error
         if self.mismatch is None:
             found = explained(self.page.board, range(self.size), error)
-            self.mismatch = found if isinstance(found, CollectiveMismatch) else None
+            if isinstance(found, CollectiveMismatch):
+                self.mismatch, self.page.board.kept = found, True
         return self.mismatch or error
 
     def enter(self, stage: int, is_damaged: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tdx.runtime import backends
+from tdx.runtime.checks import as_float, as_int
 from tdx.runtime.closing import close
 from tdx.runtime.comm import Comm, close_comm, open_comm
 from tdx.runtime.config import config
@@ -30,7 +31,7 @@ __all__ = ["current_world", "init"]
 
 _open: World | None = None
 _POLICIES = ("raise", "abort")
-_LONGEST_TIMEOUT_S = 1e9  # in nanoseconds it fits 64 bits
+_LONGEST_TIMEOUT_S = 1e6  # epoll waits no longer than 2**31 milliseconds
 
 
 def init(
@@ -113,7 +114,7 @@ def _make(comm: Comm, *settings: Any, device: int | None = None) -> World:
 def _bring_up(comm: Comm, given: tuple[Any, ...], undo: Undo, device: int | None) -> World:
     backend, heap_bytes, timeout_s, on_peer_failure = given
     topology = discover(comm)
-    chosen = _together(
+    chosen, heap_bytes, timeout_s = _together(
         comm, "tdx.init", lambda: _checked(backend, heap_bytes, timeout_s, on_peer_failure)
     )
     settings = f"backend={chosen}, heap_bytes={heap_bytes}, timeout_s={timeout_s}, " + (
@@ -154,26 +155,23 @@ def _bring_up(comm: Comm, given: tuple[Any, ...], undo: Undo, device: int | None
 
 
 def _checked(
-    backend: str | None, heap_bytes: int | None, timeout_s: float, on_peer_failure: str
-) -> str:
+    backend: str | None, heap_bytes: Any, timeout_s: Any, on_peer_failure: str
+) -> tuple[str, int | None, float]:
+    """What was passed to `init` as plain values, with the backend that is meant."""
+    config.check()
     if current_world() is not None:
         raise InvalidArgument(f"{_open} is open already; close it before the next tdx.init()")
-    if heap_bytes is not None and (
-        isinstance(heap_bytes, bool) or not isinstance(heap_bytes, int) or heap_bytes < 256
-    ):
+    heap, timeout = as_int(heap_bytes), as_float(timeout_s)
+    if heap_bytes is not None and (heap is None or heap < 256):
         raise InvalidArgument(f"heap_bytes must be an int of 256 bytes or more, got {heap_bytes!r}")
-    if (
-        isinstance(timeout_s, bool)
-        or not isinstance(timeout_s, (int, float))
-        or not 0 <= timeout_s <= _LONGEST_TIMEOUT_S
-    ):
+    if timeout is None or not 0 <= timeout <= _LONGEST_TIMEOUT_S:
         raise InvalidArgument(
             f"timeout_s must be a number of seconds in 0..{_LONGEST_TIMEOUT_S:g} (0: no deadline), "
             f"got {timeout_s!r}"
         )
     if on_peer_failure not in _POLICIES:
         raise InvalidArgument(f"on_peer_failure={on_peer_failure!r} is not one of {_POLICIES}")
-    return backends.choose(backend)
+    return backends.choose(backend), heap, timeout
 
 
 def _together(comm: Comm, what: str, step: Any) -> Any:

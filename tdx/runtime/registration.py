@@ -17,6 +17,7 @@ from tdx.runtime.array import Array
 from tdx.runtime.block import Block
 from tdx.runtime.errors import HeapExhausted, InvalidArgument, TdxError, Unsupported
 from tdx.runtime.heap import Heap, HeapFull, format_bytes
+from tdx.runtime.signals import Site
 
 if TYPE_CHECKING:
     from tdx.runtime.dlpack import Imported
@@ -58,7 +59,10 @@ class Registry:
         self._held[offset] = max(map(sum, sizes)), memory
         self._count += 1
         address = world.window.address(world.rank, self._start + offset) + skipped
-        block = _Registered(self, offset, address, memory, f"registered{self._count}")
+        label = f"registered{self._count}"
+        block = _Registered(self, offset, address, memory, label)
+        site = Site("kernel", label, itemsize=max(4, memory.dtype.itemsize))
+        world.note_site(block, self._start + offset + skipped, site)
         strides = dlpack.row_major(memory.shape, memory.dtype.itemsize)
         return Array(world, block, address, memory.shape, strides, memory.dtype)
 
@@ -141,12 +145,13 @@ class Registry:
 
     def _place(self, nbytes: int, what: str) -> int:
         try:
-            return self._heap.allocate(nbytes, what)
+            return self._heap.allocate(nbytes)
         except HeapFull as full:
             raise HeapExhausted(
                 f"{what}: {format_bytes(nbytes)} of addresses are needed for registered memory, "
-                f"{format_bytes(full.free)} of {format_bytes(self._heap.limit)} are free in the "
-                f"largest piece of {format_bytes(full.largest_free)}; free arrays registered before"
+                f"{format_bytes(full.free)} of {format_bytes(self._heap.limit)} are free, the "
+                f"largest run of them {format_bytes(full.largest_free)}; free arrays registered "
+                "before"
             ) from None
 
 

@@ -15,11 +15,13 @@ import numpy as np
 from tdx import abi
 from tdx.runtime.block import SymmetricBlock
 from tdx.runtime.board import CallBoard, Entry
+from tdx.runtime.checks import as_int
 from tdx.runtime.errors import InvalidArgument, TdxError
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
     from tdx.runtime.faults import Pointer
+    from tdx.runtime.window import Window
     from tdx.runtime.world import Group, World
 
 __all__ = ["Channel", "Handle", "Site", "Sites", "Usage", "agreed_channel", "make_channel"]
@@ -86,6 +88,10 @@ class Site:
         Where the words belong to the ranks of a group in turn: how many to each; else 0.
     steps : int
         By how much a call raises the words.
+    itemsize : int
+        Bytes of a word.
+    channel : (blocks, ranks), optional
+        Where the words are those of a channel.
     """
 
     operation: str
@@ -93,6 +99,30 @@ class Site:
     usage: Usage = field(default_factory=Usage)
     words_per_rank: int = 0
     steps: int = 1
+    itemsize: int = 4
+    channel: tuple[int, int] | None = None
+
+    def name(self, word: int) -> str:
+        """What messages call the word."""
+        blocks, ranks = self.channel or (0, 0)
+        pad = word - abi.CHANNEL_HEADER_WORDS - blocks * abi.STATE_WORDS
+        if not blocks or (word > 0 and pad < 0):
+            return f"{self.signal}[{word}]"
+        if word == abi.CHANNEL_GRID_COUNT:
+            return f"{self.signal}[grid_barrier]"
+        return f"{self.signal}[block {pad // ranks}, rank {pad % ranks}]"
+
+    def arrived(self, word: int, seen: int) -> str:
+        """For the word of a grid barrier, which has `seen`: how many programs came; else ""."""
+        if self.channel is None or word != abi.CHANNEL_GRID_COUNT:
+            return ""
+        blocks = self.channel[0]
+        low = seen & 0x7FFFFFFF  # the first program adds 2**31 - (blocks - 1), the others 1
+        came = low if low < blocks else low - (1 << 31) + blocks
+        return (
+            f"{came} of {blocks} programs came to grid_barrier; launch exactly {blocks} programs, "
+            "all resident, of which each comes"
+        )
 
 
 class Sites:
@@ -109,19 +139,30 @@ class Sites:
         if self._sites.get(offset, (0, None))[1] is site:
             del self._sites[offset]
 
-    def find(self, offset: int) -> tuple[Site, int]:
+    def find(self, offset: int) -> tuple[Site, int] | None:
         """The site of the block that holds byte `offset`, and the index of the word there."""
         for start, (nbytes, site) in list(self._sites.items()):
             if start <= offset < start + nbytes:
-                return site, (offset - start) // 4
-        return Site("kernel", "word of the heap"), offset // 4
+                return site, (offset - start) // site.itemsize
+        return None
+
+    def locate(self, address: int, window: Window) -> tuple[Site, int, str]:
+        """The site and the index of the word at an address, and what messages call it."""
+        rank, offset = window.rank_of(address) or (window.rank, -1)
+        found = self.find(offset)
+        if found is None:
+            return Site("kernel", ""), 0, f"{address:#x}, which is in no symmetric array"
+        site, word = found
+        name = site.name(word) + ("" if rank == window.rank else f" of rank {rank}")
+        return site, word, name
 
 
-def _check_blocks(blocks: int) -> None:
-    """Raise InvalidArgument for what cannot be a channel's number of blocks."""
-    whole = isinstance(blocks, (int, np.integer)) and not isinstance(blocks, bool)
-    if not whole or not 1 <= blocks <= _MAX_BLOCKS:
+def _check_blocks(blocks: Any) -> int:
+    """A channel's number of blocks as an int; InvalidArgument."""
+    whole = as_int(blocks)
+    if whole is None or not 1 <= whole <= _MAX_BLOCKS:
         raise InvalidArgument(f"a channel takes 1 to {_MAX_BLOCKS} blocks, got {blocks!r}")
+    return whole
 
 
 def make_channel(world: World, group: Group, blocks: int, site: Site) -> Channel:
@@ -129,11 +170,12 @@ def make_channel(world: World, group: Group, blocks: int, site: Site) -> Channel
 
     The caller must have all ranks of the group meet before a peer's first use.
     """
-    _check_blocks(blocks)
-    words = abi.channel_words(int(blocks), group.size)
+    blocks = _check_blocks(blocks)
+    site.channel = blocks, group.size
+    words = abi.channel_words(blocks, group.size)
     array = world.allocate_runtime(group, (words,), np.dtype(np.int32), site)
     assert isinstance(array._block, SymmetricBlock)
-    return Channel(array, world.faults.control, abi.pack_channel(int(blocks)))
+    return Channel(array, world.faults.control, abi.pack_channel(blocks))
 
 
 def agreed_channel(world: World, group: Group, blocks: int) -> Channel:

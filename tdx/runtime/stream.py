@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tdx.runtime.checks import as_int
 from tdx.runtime.errors import Closed, InvalidArgument
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class Streams:
 
     def new(self, priority: int) -> Stream:
         """A stream of its own."""
+        if not hasattr(priority, "__index__") or isinstance(priority, bool):
+            raise InvalidArgument(f"priority={priority!r} must be an int; lower numbers go first")
         stream = Stream(self._driver, priority, self._check)
         self._all.append(stream)
         return stream
@@ -189,6 +192,8 @@ def stream_handle(stream: Any) -> int:
         value = getattr(stream, name, None)
         if isinstance(value, int):
             return value or DEFAULT_STREAM
+    if (handle := as_int(stream)) is not None:
+        return handle or DEFAULT_STREAM
     raise InvalidArgument(
         f"stream={stream!r} is not a stream; pass a tdx, CuPy or PyTorch stream, an int handle, "
         "or an object with __cuda_stream__"

@@ -214,16 +214,19 @@ class Region:
         self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes)
         self._last: dict[int, list[int]] = {}  # dropped block -> streams of its last uses
         self.waits_first = False  # for queued work, before it grows
-        # what to try first: releases plans that nobody refers to any more
+        self.remedy = "free arrays"
+        # what is given up if it cannot grow: plans that one-line functions have made
         self.before_reclaim: Callable[[], object] = lambda: None
 
     def allocate(self, nbytes: int, label: str) -> int:
         """Offset (from the rank's heap start) of a new block; HeapExhausted on every rank."""
         offset, why = self._place(nbytes), ""
         steps = (self._reclaim_idle, self._grow, self._reclaim_all)
-        for make_room in (self._reclaim_all, self._grow) if self.waits_first else steps:
+        if self.waits_first:
+            steps = (self._reclaim_all, self._grow, self._give_up)
+        for make_room in steps:
             if isinstance(offset, HeapFull):
-                why += make_room(offset, label)
+                why += make_room(offset)
                 offset = self._place(nbytes)
         if isinstance(offset, HeapFull):
             raise self._exhausted(offset, label, why)
@@ -240,16 +243,15 @@ class Region:
         self._last[offset - self.start] = last
         self.heap.drop(offset - self.start)
 
-    def _reclaim_idle(self, full: HeapFull, label: str) -> str:
+    def _reclaim_idle(self, full: HeapFull) -> str:
         """Reclaim what all ranks have dropped and no queued work uses; waits for no work."""
-        self.before_reclaim()
         # dropped first, streams after: finalizers go on dropping meanwhile
         dropped = [(offset, self._last[offset]) for offset in self.heap.dropped()]
         streams = {stream for _, last in dropped for stream in last}
         busy = {stream for stream in streams if not finished(self.window.driver, stream)}
         mine = [offset for offset, last in dropped if busy.isdisjoint(last)]
         payload = struct.pack(f"<{len(mine)}Q", *mine)
-        what = f"{self.name} heap is full at {label}"
+        what = f"{self.name} heap is full at {full.requested} bytes"  # names may differ
         everybody = self.window.channel.allgather(payload, what, self.ranks)
         agreed = set(mine)
         for theirs in everybody:
@@ -259,15 +261,20 @@ class Region:
             del self._last[offset]
         return ""
 
-    def _reclaim_all(self, full: HeapFull, label: str) -> str:
+    def _reclaim_all(self, full: HeapFull) -> str:
         """As _reclaim_idle, after the queued work and a garbage collection."""
         window = self.window
-        what = f"{self.name} heap waits at {label}"
+        what = f"{self.name} heap waits at {full.requested} bytes"
         window.channel.together(window.driver.synchronize, what, self.ranks)
         gc.collect()
-        return self._reclaim_idle(full, label)
+        return self._reclaim_idle(full)
 
-    def _grow(self, full: HeapFull, label: str) -> str:
+    def _give_up(self, full: HeapFull) -> str:
+        """As _reclaim_all, once the cached plans are given up."""
+        self.before_reclaim()
+        return self._reclaim_all(full)
+
+    def _grow(self, full: HeapFull) -> str:
         """Map more memory, on all ranks or none; why it could not be had."""
         heap = self.heap
         if full.shortfall > heap.limit - heap.capacity:
@@ -296,9 +303,9 @@ class Region:
         heap = self.heap
         return HeapExhausted(
             f"{self.name} heap: {format_bytes(full.requested)} requested for {label}, "
-            f"{format_bytes(heap.free_bytes)} free of {format_bytes(heap.capacity)} in the "
-            f"largest piece of {format_bytes(heap.largest_free)}, limit "
-            f"{format_bytes(heap.limit)}{why}; free arrays or pass a larger heap_bytes= to tdx.init"
+            f"{format_bytes(full.free)} free of {format_bytes(heap.capacity)}, the largest free "
+            f"run {format_bytes(full.largest_free)}, and it grows up to "
+            f"{format_bytes(heap.limit)} at most{why}; {self.remedy}"
         )
 
 
@@ -324,6 +331,7 @@ class RuntimeRegions:
             )
             # who makes a plan or a channel waits for the device anyway
             region.waits_first = True
+            region.remedy = "drop plans and channels that are not used any more"
             region.before_reclaim = functools.partial(self._before_reclaim, group.index)
             self._regions[group.index] = region
         return region

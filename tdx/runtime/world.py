@@ -13,9 +13,9 @@ import numpy as np
 
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.array import Array, check_shape
-from tdx.runtime.block import Exports, LocalBlock, SymmetricBlock
+from tdx.runtime.block import Block, Exports, LocalBlock, SymmetricBlock
 from tdx.runtime.closing import close
-from tdx.runtime.copies import Copies
+from tdx.runtime.copies import Copies, host_array
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
 from tdx.runtime.faults import Faults
 from tdx.runtime.group import Group, Team, agree_on_team, make_handle
@@ -103,6 +103,8 @@ class World(Group):
         start = self.window.stride // 2
         first = min(_FIRST_USER_BYTES, limit)
         self.user_region = Region(self.window, "user", start, first, limit, self.ranks)
+        if heap_bytes:
+            self.user_region.remedy += ", or pass a larger heap_bytes= to tdx.init"
         self._registry = Registry(self)
         undo.add(self._registry.close)
         self.stream = self.new_stream()
@@ -137,9 +139,10 @@ class World(Group):
         if not symmetric:
             return self.local(extents, kind, name or "array")
         nbytes = math.prod(extents) * kind.itemsize
-        self._allocations += 1
-        label = name or f"array{self._allocations}"
-        block = self._symmetric(self.user_region, nbytes, label, Site("kernel", label))
+        label = name or f"array{self._allocations + 1}"
+        site = Site("kernel", label, itemsize=max(4, kind.itemsize))
+        block = self._symmetric(self.user_region, nbytes, label, site)
+        self._allocations += 1  # a refused one does not count: ranks number arrays alike
         strides = dlpack.row_major(extents, kind.itemsize)
         return Array(self, block, block.address, extents, strides, kind)
 
@@ -167,10 +170,8 @@ class World(Group):
         """A copy of a NumPy array, a tdx array, or any DLPack producer; see `empty`."""
         if isinstance(source, Array):
             return self.empty(source.shape, source.dtype, symmetric, name).copy_from(source)
-        if not hasattr(source, "__dlpack__"):
-            source = np.asarray(source)
         stream = self.driver.current_stream()
-        memory = self.copies.source(source, stream)
+        memory = self.copies.source(host_array(source), stream)
         array = self.empty(memory.shape, memory.dtype, symmetric, name)
         if array.size:
             array._block.enter(stream)
@@ -197,9 +198,13 @@ class World(Group):
 
     def _symmetric(self, region: Region, nbytes: int, label: str, site: Site) -> SymmetricBlock:
         block = SymmetricBlock(self.driver, self.exports, region, nbytes, label)
-        self._sites.add(block.offset, nbytes, site)
-        weakref.finalize(block, self._sites.remove, block.offset, site).atexit = False
+        self.note_site(block, block.offset, site)
         return block
+
+    def note_site(self, block: Block, offset: int, site: Site) -> None:
+        """Let messages name the signals of a block, at `offset` of the heap, by `site`."""
+        self._sites.add(offset, block.nbytes, site)
+        weakref.finalize(block, self._sites.remove, offset, site).atexit = False
 
     def _fill_zero(self, array: Array) -> None:
         if array.size:
@@ -264,10 +269,9 @@ class World(Group):
         self.synchronize()
         self.channels.barrier(what, members=(group or self).ranks)
 
-    def signal_site(self, address: int) -> tuple[Site, int]:
-        """To whom the signal at an address of the window belongs, and which of its words it is."""
-        place = self.window.rank_of(address)
-        return self._sites.find(place[1] if place else -1)
+    def signal_site(self, address: int) -> tuple[Site, int, str]:
+        """To whom the signal at an address belongs, which word it is there, and its name."""
+        return self._sites.locate(address, self.window)
 
     def new_stream(self, priority: int = 0) -> Stream:
         """A stream of this world's device; a lower number is a higher priority."""
@@ -327,11 +331,6 @@ class World(Group):
         if self.closed:
             self._check_open()
         self.faults.check()
-
-    def waiting_programs(self) -> list[str]:
-        """On the host tier: which programs waited for what when the first wait gave up."""
-        executor = getattr(self.driver, "executor", None)
-        return list(executor.waiting) if executor is not None else []
 
     @contextlib.contextmanager
     def surfacing(self) -> Iterator[None]:

@@ -14,14 +14,14 @@ import json
 import pkgutil
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tdx.runtime.errors import InvalidArgument
+from tdx.runtime.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
     from tdx.tools.comparison import Comparison
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         metavar="BYTES,...",
-        help="of collectives: bytes per rank, as 4096,64K,1MiB",
+        help="of collectives: bytes as in the tables' first column, as 4096,64K,1MiB",
     )
     parser.add_argument(
         "--shapes",
@@ -90,6 +90,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise InvalidArgument for words that the operation does not take."""
+    from tdx.runtime import dtypes
     from tdx.tools import presets
 
     axis = importlib.import_module(f"tdx.bench.{args.operation}").COLUMNS[0]
@@ -100,6 +101,11 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidArgument("--shapes and --preset: give one of them")
     presets.given(args.shapes or (), args.operation, args.ranks)
     _sizes(args)
+    dtypes.resolve(args.dtype)
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise InvalidArgument(f"--{name} {path}: there is no such folder")
 
 
 class Bench:
@@ -138,6 +144,16 @@ class Bench:
     def calls(self, nbytes: int) -> int:
         """Calls a graph: fewer of large ones."""
         return max(2, min(50, (64 << 20) // max(1, nbytes)))
+
+    def plan(self, row: dict[str, Any], algorithm: str | None, make: Callable[..., Any]) -> Any:
+        """`make(algorithm=...)`; None, with the reason in the row, where that one cannot be had."""
+        try:
+            return make(algorithm=algorithm)
+        except (InvalidArgument, Unsupported) as error:
+            if algorithm is None:
+                raise
+            row["failed"] = row.get("failed", {}) | {algorithm: str(error)}
+            return None
 
     def measure(self, row: dict[str, Any], name: str, plan: Any, x: Any, expected: Any) -> None:
         """Add times of `plan(x)` and its host side as `name`; the bytes must be `expected`."""

@@ -153,12 +153,15 @@ def _ranks(found: dict[str, Any]) -> Iterator[Capability]:
     runs = "bandwidth" in job
     what = f"{job['ranks']} rank{'' if job['ranks'] == 1 else 's'} started"
     done = f"{what}, reached each other and reduced right"
+    remedy = "see the message; --json has the whole output"
+    if "timeout_s" in job:
+        remedy = f"give them longer than --timeout {job['timeout_s']:g}"
     yield Capability(
         "ranks",
         runs,
         required=True,
         detail=done if runs else job.get("problem", "none was started: there is no backend"),
-        remedy="" if runs else "see the message; --json has the whole output",
+        remedy="" if runs else remedy,
     )
     if runs and found["backend"]["init() chooses"] != "host":
         takes = job["mpi_takes_gpu_memory"]

@@ -10,6 +10,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from tdx import __version__
+from tdx.runtime.config import config
 from tdx.runtime.errors import TdxError
 
 __all__ = ["main"]
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tdx", description="Distributed Triton kernels for MPI programs."
     )
+    parser.add_argument("--version", action="version", version=f"tdx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     module = None
     for name, (path, text) in _COMMANDS.items():
@@ -43,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     assert module is not None  # argparse has ended the program otherwise
     try:
+        config.check()
         return module.main(args)
     except TdxError as error:
         print(f"tdx {chosen}: {error}", file=sys.stderr)

@@ -193,7 +193,7 @@ def _behind_own_rows(plan: tdx.AllGatherMatmul) -> tuple[int, int]:
     """(remote chunks that had come when the last block began its own tiles, remote chunks)."""
     size = plan.group.size
     own = plan._gathering.chunks
-    counts = plan._traces[0].numpy().reshape(size, -1)[plan.group.rank]
+    counts = plan._traces[0].numpy().reshape(size, -1)[0]
     return int(counts.max()) - own, (size - 1) * own
 
 

@@ -4,7 +4,8 @@ It collects the facts (facts.py), starts ranks that measure the links between th
 itself (links.py), and judges both (capabilities.py). It never initialises MPI or a GPU in its own
 process.
 
-Exit code: 0 if tdx can run here, 1 if something is missing that it needs, 2 for a wrong call.
+Exit code: 0 if tdx can run here, 1 if something is missing that it needs or the ranks ran out of
+time, 2 for a wrong call.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tdx.runtime.errors import InvalidArgument
 from tdx.tools import facts
 from tdx.tools.capabilities import Capability, judge
 from tdx.tools.info import text
+from tdx.tools.job import TIMED_OUT
 
 __all__ = ["add_arguments", "main"]
 
@@ -37,7 +39,8 @@ _WIDTH = 79
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Check whether tdx can run here, measure the links between ranks, and say what is missing, "
-        "why, and what to do about it. Exit code 0: it can run; 1: it cannot."
+        "why, and what to do about it. Exit code 0: it can run; 1: it cannot, or the ranks were "
+        "not done in time."
     )
     parser.add_argument(
         "-n", "--ranks", type=int, help="ranks to start (default: one a GPU, or 2 on the CPU)"
@@ -107,7 +110,10 @@ def _measure(backend: str, ranks: int, timeout_s: float) -> dict[str, Any]:
         )
         if done.returncode == 0:
             return {"ranks": ranks, **json.loads(path.read_text())}
-    return {"ranks": ranks, "problem": _cause(done.stderr), "output": done.stderr[-4000:]}
+    late = done.returncode == TIMED_OUT
+    problem = f"not finished after {timeout_s:g} s" if late else _cause(done.stderr)
+    found = {"ranks": ranks, "problem": problem, "output": done.stderr[-4000:]}
+    return found | {"timeout_s": timeout_s} if late else found
 
 
 def _cause(output: str) -> str:
@@ -123,8 +129,7 @@ def _cause(output: str) -> str:
 def _print(report: dict[str, Any]) -> None:
     ranks = report["job"]["ranks"]
     where = report["backend"]["init() chooses"] or "no backend"
-    verdict = "can run here" if report["ok"] else "CANNOT run here"
-    print(f"tdx {report['versions']['tdx']} {verdict}: {where}, {_count(ranks, 'rank')}")
+    print(f"tdx {report['versions']['tdx']} {_verdict(report)}: {where}, {_count(ranks, 'rank')}")
     for section in ("versions", "mpi", "backend", "frameworks", "limits"):
         print(f"\n{section}")
         for name, value in report[section].items():
@@ -134,6 +139,17 @@ def _print(report: dict[str, Any]) -> None:
     print("\ncapabilities")
     for one in report["capabilities"]:
         _print_capability(Capability(**one))
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    lacking = [one for one in report["capabilities"] if one["required"] and not one["available"]]
+    if not lacking:
+        return "can run here"
+    if "timeout_s" in report["job"] and [one["name"] for one in lacking] == ["ranks"]:
+        return (
+            f"ran out of time ({report['job']['timeout_s']:g} s), whether it can run is not known"
+        )
+    return "CANNOT run here"
 
 
 def _print_devices(devices: dict[str, Any]) -> None:

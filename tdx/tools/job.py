@@ -22,8 +22,9 @@ from tdx.runtime.mpi_files import files_of, remove
 from tdx.tools import rank as protocol
 from tdx.tools.processes import adopt_orphans, descendants, end_descendants
 
-__all__ = ["Job"]
+__all__ = ["TIMED_OUT", "Job"]
 
+TIMED_OUT = 124  # exit code, as that of timeout(1)
 _FAILED_GRACE_S = 0.3  # for the exit handlers of a rank that failed
 _LAUNCHER_GRACE_S = 0.5  # between the launcher's end and the last news of its ranks
 _LAUNCHER_END_S = 10.0  # between the end of all ranks and the launcher's, which says why
@@ -203,7 +204,7 @@ class Job:
     def _time_out(self) -> None:
         """faulthandler of each rank prints its stacks on SIGABRT."""
         _say(f"not finished after {self._timeout_s:g} s; ending the job, stacks of the ranks:")
-        self._exit_code = 124
+        self._exit_code = TIMED_OUT
         self._end_at = time.monotonic() + _FAILED_GRACE_S
         for rank in self._ranks.values():
             if rank.code is None:

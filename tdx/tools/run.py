@@ -12,6 +12,7 @@ Exit code: the first one that is not 0 of any rank; 128 + the signal's number fo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 from types import FrameType
@@ -87,6 +88,8 @@ class _Interrupted(BaseException):
 def _interrupt(number: int, frame: FrameType | None) -> None:
     for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(other, signal.SIG_IGN)  # the job is being ended
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"tdx run: {signal.Signals(number).name}; ending the job\n".encode())
     raise _Interrupted(number)
 
 

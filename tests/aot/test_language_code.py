@@ -152,6 +152,16 @@ def test_compiles_without_spills(outcomes, case, target):
     assert (outcome.spills, outcome.stack) == (0, 0)
 
 
+@pytest.mark.parametrize("case", ["peer_store-bf16", "wait", "notify-set"])
+def test_a_number_is_no_handle(case):
+    """What `world.rank` in place of `world.handle` compiles to."""
+    kernel, types, constants, more = CASES[case]
+    job = Job(MODULE, kernel, {**types, "world": "i32"}, constants, "sm_90", **more)
+    error = compile_jobs([job])[job].error
+    assert "expected the handle of a world or team, got int32" in error
+    assert "`world.handle`" in error
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", ["peer_store-bf16", "peer_store-fp32", "peer_store-team", "put"])
 def test_peers_are_written_in_16_byte_vectors(code, case, target):

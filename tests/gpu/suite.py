@@ -2,6 +2,10 @@
 
     python -m tests.gpu.suite                                # on all GPUs that are visible
     python -m tests.gpu.suite --gpus 2 --only w1 w2 -k movement --limit 600 --out results
+    python -m tests.gpu.suite --share 4                      # worlds of 4 on one GPU
+
+With --share several ranks have one GPU and take turns, so that kernels which wait for each other
+take a thousand times longer: it tells whether results are right, not what holds for ranks at once.
 
 Cases are collected once and given to *streams*: pytest processes, each with GPUs of its own and a
 list of cases of one world size, in pytest's order, so that they share jobs. Streams of one *phase*
@@ -57,6 +61,7 @@ class Stream:
     gpus: tuple[int, ...]  # places in the list of visible ones
     ids: list[str]
     outcomes: dict[str, str] = field(default_factory=dict)  # of the cases that have ended
+    causes: dict[str, str] = field(default_factory=dict)  # of those that failed
     seconds: float = 0.0
     trouble: str = "not started"  # why the outcomes are not all
 
@@ -177,7 +182,7 @@ def start(stream: Stream, gpus: list[str], out: Path) -> subprocess.Popen[bytes]
         return subprocess.Popen(
             [*PYTEST, *words, *stream.ids],
             cwd=ROOT,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i] for i in stream.gpus)},
+            env=os.environ | _visible([gpus[i] for i in stream.gpus]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -185,11 +190,19 @@ def start(stream: Stream, gpus: list[str], out: Path) -> subprocess.Popen[bytes]
         )
 
 
+def _visible(gpus: list[str]) -> dict[str, str]:
+    """The environment that shows these GPUs, some of them more than once where ranks share them."""
+    unique = list(dict.fromkeys(gpus))
+    sharing = {"TDX_SHARE_GPU": "1"} if len(unique) < len(gpus) else {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(unique)} | sharing
+
+
 def finish(stream: Stream, code: int, record: Path, killed: str = "") -> None:
     """Read what the stream has noted; its pytest ended with the code."""
     for line in record.read_text().splitlines():
         with contextlib.suppress(ValueError):  # killed while it wrote
-            case, outcome = json.loads(line)
+            case, outcome, why = json.loads(line)
+            stream.causes[case] = stream.causes.get(case) or why
             known = stream.outcomes.get(case, outcome)
             stream.outcomes[case] = max(known, outcome, key=OUTCOMES.index)
     may_be_1 = bool(stream.having("failed") or stream.having("errors"))
@@ -291,7 +304,7 @@ def report(streams: list[Stream], too_large: list[str], seconds: float, setting:
     for stream in streams:
         for what, label in (("failed", "FAILED"), ("errors", "ERROR")):
             for case in stream.having(what):
-                _say(f"{label} {case} ({stream.name})")
+                _say(f"{label} {case} ({stream.name}): {stream.causes.get(case, '')}")
     for stream in streams:
         if stream.trouble:
             _say(f"{stream.name}: {stream.trouble}")
@@ -306,6 +319,7 @@ def main(words: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.suite")
     parser.add_argument("--gpus", type=int, help="use the first so many (default: all visible)")
+    parser.add_argument("--share", type=int, default=1, help="ranks that may have one GPU")
     parser.add_argument("--only", nargs="+", default=[], metavar="SIZE", help="w1, w2, ...; rest")
     parser.add_argument("-k", dest="keyword", default="", metavar="EXPR", help="as in pytest")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for all")
@@ -315,6 +329,8 @@ def main(words: Sequence[str] | None = None) -> int:
     number = len(gpus) if args.gpus is None else args.gpus
     if not 1 <= number <= len(gpus):
         parser.error(f"{number} GPUs: `nvidia-smi -L` and CUDA_VISIBLE_DEVICES show {len(gpus)}")
+    if args.share < 1:
+        parser.error(f"--share {args.share}: must be 1 or more")
     if wrong := [name for name in args.only if not re.fullmatch(r"w[1-9]\d*|rest", name)]:
         parser.error(f"--only {' '.join(wrong)}: takes w1, w2, ... and rest")
     if not args.limit > 0:
@@ -322,7 +338,8 @@ def main(words: Sequence[str] | None = None) -> int:
     ids, code = collect(args.keyword)
     if code:
         return code
-    phases, too_large = plan(ids, number, args.only)
+    places = gpus[:number] * args.share
+    phases, too_large = plan(ids, len(places), args.only)
     if not phases and not too_large:
         parser.error("there is no such case")
     out = args.out or Path(tempfile.mkdtemp(prefix="tdx-suite-"))
@@ -330,8 +347,9 @@ def main(words: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     streams = [stream for phase in phases for stream in phase]
     _say(f"{sum(len(stream.ids) for stream in streams)} cases, logs in {out}")
-    run(phases, gpus, out, begun + args.limit)
-    setting = f"{number} GPU{'s' if number > 1 else ''}{_commit()}"
+    run(phases, places, out, begun + args.limit)
+    shared = f", each for {args.share} ranks" if args.share > 1 else ""
+    setting = f"{number} GPU{'s' if number > 1 else ''}{shared}{_commit()}"
     return report(streams, too_large, time.monotonic() - begun, setting)
 
 
@@ -367,10 +385,12 @@ class _Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
             broken = report.failed and report.when != "call"
+            outcome = "errors" if broken else report.outcome
+            lines = report.longreprtext.splitlines() if report.failed else []
+            named = re.compile(r"(E  +)?[\w.]*[A-Z]\w+(: |$)")
+            causes = [line for line in lines if named.match(line)] or lines or [""]
             with open(self._path, "a") as file:
-                file.write(
-                    json.dumps([report.nodeid, "errors" if broken else report.outcome]) + "\n"
-                )
+                file.write(json.dumps([report.nodeid, outcome, causes[-1]]) + "\n")
 
 
 if __name__ == "__main__":

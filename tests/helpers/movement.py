@@ -91,12 +91,14 @@ MOVES = [
 
 @contextmanager
 def many_rounds(staging: int = 4096, rounds: tuple[int, int] = (512, 1024)) -> Iterator[None]:
-    """Plans made inside on the host tier have many blocks, and stage in rounds of few bytes.
+    """Plans made inside have many blocks, and stage in rounds of few bytes.
 
     `rounds`: of a broadcast.
     """
-    few = dataclasses.replace(MOVEMENT["host"], broadcast_rounds=rounds)
     with many_blocks(), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MOVEMENT, "host", few)
+        for backend, limits in MOVEMENT.items():
+            shapes = ((1 << 62, 512, 4),) if limits.push_shapes else ()
+            few = dataclasses.replace(limits, broadcast_rounds=rounds, push_shapes=shapes)
+            patch.setitem(MOVEMENT, backend, few)
         patch.setattr(pushing, "STAGING_LIMIT_BYTES", staging)
         yield

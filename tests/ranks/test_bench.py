@@ -45,6 +45,22 @@ def test_reduce_scatter(tmp_path):
     assert "error" not in done.stdout
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+def test_an_algorithm_that_does_not_take_the_type(tmp_path, operation):
+    """Its column stays empty, with the reason; sums that need rounding are right all the same."""
+    words = ["bench", operation, "-n", "3", "--sizes", "96", "--dtype", "float8_e4m3fn"]
+    done = run_tdx(*words, "--json", str(tmp_path / "rows.json"))
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "rows.json").read_text())
+    for row in document["rows"]:
+        assert row["chosen"] > 0
+        assert "error" not in row
+        assert "low_latency" not in row
+        assert "not float8_e4m3fn" in row["failed"]["low_latency"]
+    assert any("low_latency takes types of 2 and 4 bytes" in note for note in document["notes"])
+    assert "two_shot" in document["rows"][0] or "push" in document["rows"][0]
+
+
 @pytest.mark.parametrize("operation", ["all_gather", "all_to_all", "broadcast"])
 def test_movement(tmp_path, operation):
     words = ["bench", operation, "-n", "2", "--sizes", "62,1K", "--dtype", "int8"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
 
+from tests.helpers.commands import ROOT
 from tests.helpers.jobs import CaseFailure, Jobs, Request, Skipped
 
 
@@ -73,3 +77,22 @@ def test_skip(jobs, monkeypatch):
     monkeypatch.setenv("CI", "true")
     with pytest.raises(CaseFailure, match="nothing may be missing: no compiler"):
         jobs.run(request_for("case_lacks"))
+
+
+@pytest.mark.parametrize("backend", ["cuda", "hip"])
+def test_backend_without_a_gpu_is_wrong_usage(backend, tmp_path):
+    for tool in ("nvidia-smi", "rocm-smi"):  # as where the driver is not loaded
+        (tmp_path / tool).write_text("#!/bin/sh\nexit 9\n")
+        (tmp_path / tool).chmod(0o755)
+    words = ["-p", "no:cacheprovider", "--tdx-backend", backend, __file__]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=ROOT,
+        env=os.environ | {"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"ERROR: --tdx-backend {backend}: " in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.helpers.commands import run_tdx
+from tests.helpers.commands import ROOT, run_tdx
 
 
 @pytest.mark.smoke
@@ -57,12 +57,22 @@ def test_backend_that_is_not_there():
     assert failing[0]["remedy"]
 
 
-def test_ranks_that_cannot_start():
+def test_ranks_that_run_out_of_time():
     words = ["doctor", "-n", "2", "--backend", "host", "--timeout", "0.01"]
     done = run_tdx(*words, timeout_s=120)
     assert done.returncode == 1, done.stdout
+    said = " ".join(done.stdout.split())
+    assert "ran out of time (0.01 s), whether it can run is not known: host, 2 ranks" in said
+    assert "not finished after 0.01 s remedy: give them longer than --timeout 0.01" in said
+    assert "CANNOT" not in said
+
+
+def test_ranks_that_cannot_start(tmp_path):
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('no mpi4py today')")
+    words = ["doctor", "-n", "2", "--backend", "host"]
+    done = run_tdx(*words, timeout_s=120, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 1, done.stdout
     assert "CANNOT run here" in done.stdout
-    assert "not finished after 0.01 s" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(

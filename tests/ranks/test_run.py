@@ -212,13 +212,17 @@ def test_signals_leave_nothing(script, number):
         [sys.executable, "-m", "tdx", "run", "-n", "3", path],
         env=tdx_environment(),
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     for _ in range(3):
         assert b"up" in process.stdout.readline()
     process.send_signal(number)
     process.stdout.close()
     code = process.wait(5)
+    if number != signal.SIGKILL:
+        said = f"tdx run: {number.name}; ending the job\n".encode()
+        assert process.stderr.readline() == said
+    process.stderr.close()
     assert code == (-number if number == signal.SIGKILL else 128 + number)
     if number == signal.SIGKILL:
         wait_for_end(path)

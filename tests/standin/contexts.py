@@ -63,3 +63,19 @@ def memory_of_a_closed_world_is_dropped_in_the_next(rank: Rank) -> None:
         assert int(cu.cuCtxGetCurrent()[1]) == before
     cu.cuCtxSetCurrent(0)
     cu.cuDevicePrimaryCtxRelease(3)
+
+
+@scenario(1)
+def stream_that_was_closed(rank: Rank) -> None:
+    """CUDA goes on with its work: whoever uses the memory next waits for that."""
+    with rank.leaves_nothing():
+        world = rank.init()
+        side = world.new_stream()
+        with world.on(side):
+            x = world.zeros(10, np.int64, symmetric=False)
+        side.close()
+        rank.fake.heal()
+        x[...] = np.arange(10)
+        assert rank.fake.calls()["cuStreamWaitEvent"] == 1
+        del x
+        world.close()

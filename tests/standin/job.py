@@ -15,6 +15,7 @@ from tests.standin import (  # noqa: F401  # declare their scenarios
     exchange,
     failures,
     foreign,
+    launching,
     products,
     sharing,
     use,

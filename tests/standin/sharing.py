@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import triton
 
+from tdx.runtime.heap import HeapFull
 from tdx.runtime.stream import DEFAULT_STREAM
 from tests.standin.ranks import Rank, scenario
 
@@ -120,11 +121,11 @@ def next_use_waits_for_all_streams(rank: Rank) -> None:
         world.driver.stream_query = lambda stream: stream != side.handle and query(stream)
         offset = x._block.offset
         del x, use
-        region = world.user_region
-        region._reclaim_idle(None, "test")
+        region, full = world.user_region, HeapFull(1, 0, 0, 0)
+        region._reclaim_idle(full)
         assert offset - region.start in region.heap.dropped()
         del world.driver.stream_query
-        region._reclaim_idle(None, "test")
+        region._reclaim_idle(full)
         assert offset - region.start not in region.heap.dropped()
         world.close()
         del plan

@@ -84,6 +84,52 @@ def test_another_way(boards, entries, orders, rows):
         assert tuple(table.values()) == rows
 
 
+def test_refused(boards, entries):
+    calls(entries, "a", "a", "a")
+    entries[1][0].refuse("InvalidArgument: no")
+    entries[2][0].refuse("InvalidArgument: nor here")
+    assert boards[0].divergence((0, 1, 2)) is None  # by nobody who waits
+    calls(entries, "a", "", "")
+    for board in boards:
+        assert board.divergence((0, 1, 2)) == {
+            0: "call 2 of all_reduce(4)",
+            1: "refused call 2: InvalidArgument: no",
+            2: "refused call 2: InvalidArgument: nor here",
+        }
+    calls(entries, "", "a", "a")  # made after all
+    assert boards[0].divergence((0, 1, 2)) is None
+    calls(entries, "a", "", "a")
+    assert boards[0].divergence((0, 1, 2)) is None  # late
+
+
+def test_all_refused_and_one_is_late(boards, entries):
+    for own in entries:
+        own[0].refuse("InvalidArgument: no")
+    calls(entries, "a", "", "a")
+    assert boards[0].divergence((0, 1, 2)) is None
+
+
+def test_refused_and_left(boards, entries):
+    calls(entries, "aa", "a", "aa")
+    entries[1][0].refuse("InvalidArgument: no")
+    entries[1] = None
+    gc.collect()
+    boards[1].close()
+    assert boards[2].divergence((0, 1, 2)) == {
+        0: "call 2 of all_reduce(4)",
+        1: "refused call 2: InvalidArgument: no",
+        2: "call 2 of all_reduce(4)",
+    }
+
+
+def test_evidence_stays(boards, entries):
+    calls(entries, "a", "b", "a")
+    boards[1].kept = True
+    entries[1] = None
+    gc.collect()
+    assert boards[2].divergence((0, 1)) is not None
+
+
 def test_ranks_that_are_not_asked_about(boards, entries):
     calls(entries, "a", "b", "a")
     assert boards[2].divergence((0, 2)) is None
@@ -103,6 +149,7 @@ def test_counters_wrap(boards):
 
 def test_entries_are_used_again(boards, entries):
     held = [Entry(boards[0], 10 + i, "x" * 1000) for i in range(510)]
+    held[-1].refuse("x" * 1000)
     beyond = Entry(boards[0], 9, "beyond")
     beyond.add()
     assert beyond.calls == 1

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import tdx
 from tdx.runtime.errors import TdxError
 from tdx.tools import cli, launcher
 from tdx.tools.launcher import Launcher, Library, clean_environment, find_launcher
@@ -34,6 +35,12 @@ def test_help_lists_the_commands(capsys):
     text = capsys.readouterr().out
     for name in ("run", "demo", "bench", "info", "doctor"):
         assert name in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"tdx {tdx.__version__}\n"
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["run"]])

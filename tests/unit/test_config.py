@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from tdx.runtime.config import Config
+from tdx.runtime.config import _SETTINGS, Config
+from tdx.runtime.errors import InvalidArgument
+from tests.helpers.commands import ROOT, run_tdx, tdx_environment
 
 
 def test_defaults():
@@ -45,17 +47,54 @@ def test_environment(monkeypatch, name, text, value):
     assert getattr(Config(), name.lower()) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("DEBUG", "maybe"), ("HOST_SEED", "x"), ("HOST_MULTIPROCESSORS", "0")]
-)
-def test_bad_environment(name, text):
+_BAD = {
+    "BACKEND": "gpu", "DEBUG": "maybe", "HOST_SEED": "abc", "HOST_MULTIPROCESSORS": "0",
+    "QUIET": "2", "SHARE_GPU": "y", "LAUNCH_BLOCKING": "-",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), _BAD.items())
+def test_bad_environment(name, text, monkeypatch):
+    """Whoever uses it is told the variable, the value and what it takes."""
+    monkeypatch.setenv(f"TDX_{name}", text)
+    done = run_tdx("run", "-n", "1", __file__)
+    assert done.returncode == 2
+    assert re.fullmatch(rf"tdx run: .*TDX_{name}.*\n", done.stderr)
+    assert f"'{text}'" in done.stderr
+    assert re.search(r"it takes|is not one of cuda, hip, host", done.stderr)
+    config = Config()
+    if name != "BACKEND":  # a matter of the machine too: see backends.py
+        with pytest.raises(InvalidArgument, match=rf"TDX_{name}='{text}' .*it takes"):
+            config.check()
+        monkeypatch.delenv(f"TDX_{name}")
+        setattr(config, name.lower(), getattr(Config(), name.lower()))
+    config.check()
+
+
+def test_init_refuses_a_bad_environment(tmp_path):
+    """The import does not fail: a rank that raised there would leave its peers waiting."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import tdx\ntry:\n    tdx.init()\n"
+        "except tdx.errors.TdxError as error:\n    print(repr(error))\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", "import tdx"],
-        env={**os.environ, f"TDX_{name}": text},
+        [sys.executable, str(path)],
+        env=tdx_environment(TDX_HOST_SEED="abc"),
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
+        timeout=60,
     )
-    assert done.returncode == 1
-    assert "ValueError" in done.stderr
-    assert name.lower() in done.stderr.lower()
+    assert "TDX_HOST_SEED='abc'" in done.stdout
+    assert "takes an integer" in done.stdout
+
+
+def test_every_variable_is_in_the_readme():
+    rows = []
+    for name, setting in _SETTINGS.items():
+        default = "off" if setting.default is False else setting.default
+        rows.append(f"| `TDX_{name.upper()}` | {default} | {setting.meaning} |")
+    text = (ROOT / "README.md").read_text()
+    assert rows == re.findall(r"^\| `TDX_.*\|$", text, re.M)
+    assert set(_BAD) == {name.upper() for name in _SETTINGS}

@@ -215,9 +215,16 @@ class Failing:
 
 
 @pytest.mark.parametrize("error", [BufferError("mine"), ValueError("mine"), TypeError("mine")])
-def test_the_producer_keeps_its_own_refusal(error):
-    with pytest.raises(type(error), match="mine"):
+def test_the_refusal_of_a_producer_is_quoted(error):
+    said = rf"Failing cannot be read: {type(error).__name__}: mine; pass a plain copy"
+    with pytest.raises(InvalidArgument, match=said) as caught:
         dlpack.import_array(Failing(error))
+    assert caught.value.__cause__ is error
+
+
+def test_errors_of_tdx_are_left_alone():
+    with pytest.raises(Unsupported, match="mine"):
+        dlpack.import_array(Failing(Unsupported("mine")))
 
 
 class Returning:

@@ -201,6 +201,11 @@ def case_good(size):
     gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     assert len(gpus) == int(size[1:]) and set(gpus) <= {"4", "7"}
 
+@sizes("w1", "w2", "w4")
+def case_shares(size):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == {"w1": "4", "w2": "4,7", "w4": "4,7"}[size]
+    assert os.environ.get("TDX_SHARE_GPU") == ("1" if size == "w4" else None)
+
 @pytest.fixture
 def broken():
     raise ValueError
@@ -269,7 +274,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def test_failures_are_counted_and_named(folder, capsys):
-    assert suite.main(["--out", str(folder / "out"), "-k", "not slow"]) == 1
+    assert suite.main(["--out", str(folder / "out"), "-k", "not slow and not shares"]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[-1].startswith(
         "2 passed, 1 failed, 2 errors, 1 skipped, 2 not run, 1 need more GPUs in "
@@ -281,6 +286,7 @@ def test_failures_are_counted_and_named(folder, capsys):
         "ERROR cases.py::case_not_set_up[w1]",
         "ERROR cases.py::case_not_torn_down[w1]",
     }
+    assert any(re.search(r"case_bad.*ValueError$", line) for line in said)
     assert "w2: pytest ended with code 7" in said
     rows = {line.split()[0]: line.split() for line in said}
     assert rows["w2"][1:-1] == ["0,1", "3", "1", "0", "0", "0", "2"]
@@ -294,6 +300,14 @@ def test_all_is_well(folder, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[-1].startswith("1 passed, 1 skipped, 2 need more GPUs in ")
     assert "(1 GPU" in said[-1]
+
+
+def test_ranks_that_share_gpus(folder, capsys, monkeypatch):
+    monkeypatch.delenv("TDX_SHARE_GPU", raising=False)
+    assert suite.main(["--share", "2", "-k", "shares"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith("3 passed in ")
+    assert "(2 GPUs, each for 2 ranks" in said[-1]
 
 
 def test_what_ran_before_the_limit_counts(folder, capsys, monkeypatch):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from triton.language.core import _aggregate as aggregate
 
 import tdx
 import tdx.language as tdl
@@ -66,6 +67,68 @@ def _hand_over(mine, theirs, tiles, out, rounds, first: tl.constexpr, world):
 
 
 @triton.jit
+def _spin_on_load(flag):
+    while tl.load(flag) == 0:
+        pass
+
+
+@triton.jit
+def _spin_on_block(flags):
+    seen = tl.load(flags + tl.arange(0, 2))
+    while tl.sum(seen) == 0:
+        seen = tl.load(flags + tl.arange(0, 2))
+
+
+@triton.jit
+def _power(x, out, rounds):
+    value = 0
+    for _ in range(rounds):
+        value = value * 3 + tl.load(x)
+    tl.store(out, value)
+
+
+@triton.jit
+def _count_in_a_tuple(x, out, rounds):
+    s = (tl.load(x), tl.load(x) * 0)
+    while s[1] < rounds:
+        s = (tl.load(x), s[1] + 1)
+    tl.store(out, s[1])
+
+
+@triton.jit
+def _count_in_nested_tuples(x, out, rounds):
+    s = ((tl.load(x), (tl.load(x) * 0,)), 1)
+    while s[0][1][0] < rounds:
+        s = ((tl.load(x), (s[0][1][0] + 1,)), 1)
+    tl.store(out, s[0][1][0])
+
+
+@aggregate
+class _Count:
+    __annotations__ = {"seen": tl.tensor, "turn": tl.tensor}  # Triton 3.6 takes no strings
+
+    @triton.constexpr_function
+    def __init__(self, seen, turn):
+        self.seen = seen
+        self.turn = turn
+
+
+@triton.jit
+def _count_in_an_aggregate(x, out, rounds):
+    s = _Count(tl.load(x), tl.load(x) * 0)
+    while s.turn < rounds:
+        s = _Count(tl.load(x), s.turn + 1)
+    tl.store(out, s.turn)
+
+
+@triton.jit
+def _spin_with_a_tuple(flag):
+    s = (tl.load(flag), (1, None))
+    while s[0] == 0:
+        s = (tl.load(flag), (1, None))
+
+
+@triton.jit
 def _order(counter, out):
     tl.store(out + tl.program_id(0), tl.atomic_add(counter, 1))
 
@@ -90,14 +153,67 @@ def test_grid_above_occupancy_that_waits_for_itself_is_named():
     world.close()
 
 
-@pytest.mark.parametrize(("kernel", "arguments"), [(spin, (1,)), (_spin_on_two, ())])
-def test_a_spin_loop_that_nobody_ends_is_named(kernel, arguments):
+@pytest.mark.parametrize(
+    ("kernel", "arguments", "line"),
+    [
+        (spin, (1,), r"while tl\.atomic_add"),
+        (_spin_on_two, (), r"while tl\.atomic_add"),
+        (_spin_on_load, (), r"while tl\.load"),
+        (_spin_on_block, (), r"while tl\.sum|seen = tl\.load"),
+        (_spin_with_a_tuple, (), r"s = \(tl\.load"),
+    ],
+)
+def test_a_spin_loop_that_nobody_ends_is_named(kernel, arguments, line):
     with tdx.init(backend="host", timeout_s=0.2) as world:
         flag = world.zeros(2, "int32")
         kernel[(1,)](flag, *arguments)
-        with pytest.raises(DriverError, match=r"deadlock.*spins at .*while tl.atomic_add"):
+        text = rf"rank 0: deadlock.*spins at .*: ({line}).*wait with tdl\.wait"
+        with pytest.raises(DriverError, match=text):
             world.synchronize()
         add[(1,)](flag, 2, 1, BLOCK=2)
+        assert flag.numpy().tolist() == [1, 1]
+
+
+def test_work_that_loads_the_same_for_longer_than_the_deadline_is_no_spin_loop():
+    with tdx.init(backend="host", timeout_s=0.1) as world:
+        x, out = world.array(np.ones(1, np.int32)), world.zeros(1, "int32")
+        rounds, taken = 1000, 0.0
+        while taken < 1.2:  # twice as long as a spin loop may take
+            rounds *= 2
+            start = time.monotonic()
+            _power[(1,)](x, out, rounds)
+            world.synchronize()
+            taken = time.monotonic() - start
+        found = int(out.numpy()[0]) % (1 << 32)
+        assert found == (pow(3, rounds, 1 << 33) - 1) // 2 % (1 << 32)
+
+
+@pytest.mark.parametrize(
+    "kernel", [_count_in_a_tuple, _count_in_nested_tuples, _count_in_an_aggregate]
+)
+def test_a_loop_whose_state_is_in_a_tuple_is_no_spin_loop(kernel):
+    with tdx.init(backend="host", timeout_s=0.1) as world:
+        x, out = world.array(np.ones(1, np.int32)), world.zeros(1, "int32")
+        rounds, taken = 1000, 0.0
+        while taken < 1.2:
+            rounds *= 2
+            start = time.monotonic()
+            kernel[(1,)](x, out, rounds)
+            world.synchronize()
+            taken = time.monotonic() - start
+        assert out.numpy().tolist() == [rounds]
+
+
+def test_a_spin_loop_ends_when_another_stream_stores():
+    with tdx.init(backend="host", timeout_s=1) as world:
+        flag, counter = world.zeros(2, "int32"), world.zeros(1, "int32")
+        side = world.new_stream()
+        world.synchronize()
+        _spin_on_load[(1,)](flag)
+        with world.on(side):
+            count[(200,)](counter)
+            add[(1,)](flag, 2, 1, BLOCK=2)
+        world.synchronize()
         assert flag.numpy().tolist() == [1, 1]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
+from tdx.kernels.matmul_reduce_scatter import sent_rows
 from tdx.kernels.operand import byte_units
 from tdx.kernels.select import (
     CONSTANTS,
@@ -144,7 +147,8 @@ def test_tiles_fit_the_product(backend):
     [
         (8192, 7168, 8192, (128, 256, 64, 8, 4)), (2048, 7168, 4096, (128, 128, 64, 8, 5)),
         (2048, 4096, 7168, (128, 256, 64, 8, 4)), (512, 7168, 8192, (128, 256, 64, 8, 4)),
-        (128, 7168, 8192, (128, 64, 64, 4, 5)), (16, 7168, 8192, (16, 64, 128, 4, 5)),
+        (128, 7168, 8192, (128, 64, 128, 4, 4)), (16, 7168, 8192, (16, 64, 256, 4, 5)),
+        (64, 7168, 8192, (64, 64, 128, 4, 6)),
     ],
 )  # fmt: skip
 def test_tiles_that_were_best_on_an_h200(m, n, k, tile):
@@ -152,6 +156,22 @@ def test_tiles_that_were_best_on_an_h200(m, n, k, tile):
     assert choose_tile("cuda", "sm_90", m, n, k, 2, True, 132) == Config(
         *tile[:3], num_warps=tile[3], num_stages=tile[4]
     )
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "shares"),
+    [
+        (16, 1792, 8192, 4), (16, 2304, 4096, 3), (16, 7168, 8192, 1), (64, 4096, 7168, 1),
+        (128, 4096, 2048, 1), (16, 64, 1024, 1), (16, 64, 2048, 4), (0, 64, 1024, 1),
+        (16, 0, 1024, 1),
+    ],
+)  # fmt: skip
+def test_few_tiles_are_shared(m, n, k, shares):
+    """As far as there are blocks, and each has enough to do."""
+    tile = choose_tile("cuda", "sm_90", m, n, k, 2, True, 132, split=True)
+    assert tile.split_k == shares
+    assert choose_tile("cuda", "sm_90", m, n, k, 2, True, 132).split_k == 1
+    assert choose_tile("host", "", m, n, k, 2, True, 8, split=True).split_k == 1
 
 
 @pytest.mark.parametrize("m", [1, 16, 64, 4096])
@@ -166,9 +186,40 @@ def test_limits_of_products_beside_a_gather():
     """As measured on H200s; see docs/benchmarks."""
     limits = CONSTANTS["cuda"]
     assert limits.engine_bytes == 2 << 20
-    assert gather_chunks("cuda", (2 << 20) - 1) == limits.chunks_per_rank
-    assert [gather_chunks("cuda", n << 20) for n in (2, 32, 64, 1 << 10)] == [1, 1, 2, 8]
-    assert gather_chunks("host", 1 << 40) == 1
+    assert gather_chunks("cuda", (2 << 20) - 1, 16 << 10, 3) == limits.chunks_per_rank
+    chunks = [gather_chunks("cuda", n << 20, 16 << 10, 1) for n in (2, 16, 64, 1 << 10)]
+    assert chunks == [1, 1, 2, 8]
+    assert gather_chunks("host", 1 << 40, 16 << 10, 1) == 1
+
+
+def test_the_first_chunk_comes_while_own_tiles_are_computed():
+    """Parts of 4 ranks, rows of 8192 and 4096 bfloat16: with one chunk blocks had to wait."""
+    chunks = [gather_chunks("cuda", n << 20, 16 << 10, 3) for n in (2, 4, 16, 32, 64)]
+    assert chunks == [1, 1, 2, 1, 2]
+    assert [gather_chunks("cuda", n << 20, 8 << 10, 3) for n in (2, 4, 8)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("m", "sending_us", "width"), [(256, 0, 256), (256, 48, 128), (1024, 84, 256), (2048, 84, 256)]
+)
+def test_tiles_are_narrower_where_sending_would_show(m, sending_us, width):
+    """Of products of 4 ranks, m rows each: as much as possible is done while others' rows come."""
+    tile = choose_tile("cuda", "sm_90", m, 7168, 8192, 2, True, 132, 4, sending_us=sending_us)
+    assert tile.block_n == width
+    alone = choose_tile("cuda", "sm_90", m, 7168, 8192, 2, True, 132, 1, sending_us=sending_us)
+    assert alone == choose_tile("cuda", "sm_90", m, 7168, 8192, 2, True, 132)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "sent"),
+    [(512, 4096, 1024), (512, 28672, 1024), (1024, 4096, 1024), (1024, 8192, 512),
+     (2048, 8192, 1024), (1 << 20, 8192, 1 << 16)],
+)  # fmt: skip
+def test_rows_are_sent_while_others_are_computed(rows, columns, sent):
+    plan = SimpleNamespace(
+        world=SimpleNamespace(backend="cuda"), group=SimpleNamespace(size=4), shape_b=(64, columns)
+    )
+    assert sent_rows(plan, rows) == sent
 
 
 def test_few_rows_are_not_fused():

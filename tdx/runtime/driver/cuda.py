@@ -69,7 +69,7 @@ class CudaDriver(CudaMemory):
             attempt(self.event_destroy, event)
         attempt(self._free_spare)
         for stream in list(self._streams):
-            attempt(self.stream_destroy, stream)
+            attempt(self._end_stream, stream)
         attempt(self._return_late, True)
         self._closed = True
         self._leave()
@@ -109,10 +109,17 @@ class CudaDriver(CudaMemory):
 
     def stream_destroy(self, stream: int) -> None:
         if stream in self._streams and not self._forked():
-            self._streams.discard(stream)
             self._lasting.discard(stream)
-            self._free_spare(stream)
-            self._call("destroying a stream", cu.cuStreamDestroy, stream)
+            try:
+                self.mark(stream)  # its work goes on, and others may have to wait for it
+            finally:
+                self._end_stream(stream)
+
+    def _end_stream(self, stream: int) -> None:
+        self._streams.discard(stream)
+        self._lasting.discard(stream)
+        self._free_spare(stream)
+        self._call("destroying a stream", cu.cuStreamDestroy, stream)
 
     def stream_synchronize(self, stream: int) -> None:
         self._refuse_recorded("waiting for a stream", stream)

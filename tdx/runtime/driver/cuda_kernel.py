@@ -44,24 +44,30 @@ class BoundKernel:
     ):  # fmt: skip
         self._driver = driver
         self._make = (kernel, grid, pointers, args, named)
-        self._aligned = self._layout((0,) * len(pointers))
-        self._others: dict[tuple[int, ...], _Layout] = {}
+        aligned = (0,) * len(pointers)
+        self._layout = self._usual = self._make_layout(aligned)
+        self._layouts = {aligned: self._usual}
+        self._addresses: list[int] | None = None  # that are filled in in `_layout`
         self._filling = threading.Lock()  # until the driver has taken what was filled in
 
     def __call__(self, stream: int, *operands: Any) -> None:
-        addresses, low = [], 0
-        for op in operands:
-            address = op.address
-            addresses.append(address)
-            low |= address
+        addresses = [op.address for op in operands]
         filling = self._filling
         filling.acquire()  # in half the time of `with`
         try:
-            layout = self._unaligned(addresses) if low % _VECTOR else self._aligned
-            if layout.described:
-                layout.fill(addresses)
+            if addresses == self._addresses:
+                layout = self._layout
             else:
-                layout.values[: len(addresses)] = addresses
+                low = 0
+                for address in addresses:
+                    low |= address
+                layout = self._layout_for(addresses) if low % _VECTOR else self._usual
+                self._addresses = None
+                if layout.described:
+                    layout.fill(addresses)
+                else:
+                    layout.values[: len(addresses)] = addresses
+                self._layout, self._addresses = layout, addresses
             if stream != layout.stream:
                 layout.stream = stream
                 layout.config.hStream = cu.CUstream(stream)
@@ -76,30 +82,25 @@ class BoundKernel:
 
     def prepare(self, *operands: Any) -> None:
         """Compile and load for operands aligned like these, unless that was done."""
-        addresses = [op.address for op in operands]
-        if any(address % _VECTOR for address in addresses):
-            with self._filling:
-                self._unaligned(addresses)
+        with self._filling:
+            self._layout_for([op.address for op in operands])
 
     def bare(self, stream: int, *operands: Any) -> Callable[[], Any]:
-        """The driver call alone, which repeats one launch: what there is to measure against.
-
-        The operands are aligned to 16 bytes.
-        """
+        """The driver call alone, which repeats one launch: what there is to measure against."""
         self(stream, *operands)
-        repeat = functools.partial(cuLaunchKernelEx, *self._aligned.launch)
+        repeat = functools.partial(cuLaunchKernelEx, *self._layout.launch)
         repeat.kernel = self  # type: ignore[attr-defined]  # the launch has addresses in it
         return repeat
 
-    def _unaligned(self, addresses: Sequence[int]) -> _Layout:
-        """The layout for operands that are not all aligned like the usual ones."""
+    def _layout_for(self, addresses: Sequence[int]) -> _Layout:
+        """The layout for operands aligned like these; made at first use."""
         offsets = tuple(1 if address % _VECTOR else 0 for address in addresses)
-        layout = self._others.get(offsets)
+        layout = self._layouts.get(offsets)
         if layout is None:
-            layout = self._others[offsets] = self._layout(offsets)
+            layout = self._layouts[offsets] = self._make_layout(offsets)
         return layout
 
-    def _layout(self, offsets: tuple[int, ...]) -> _Layout:
+    def _make_layout(self, offsets: tuple[int, ...]) -> _Layout:
         kernel, grid, pointers, args, named = self._make
         # any addresses do that are aligned like the real ones
         leading = [

@@ -117,11 +117,15 @@ class CudaMemory(CudaDevice):
         try:
             return int(call(*args, 0))
         except HeapExhausted as error:
-            free, total = self._call("asking for free memory", cu.cuMemGetInfo)
-            raise HeapExhausted(
-                f"heap: {nbytes} bytes of device memory cannot be had, {free} of {total} are "
-                f"free; pass a smaller heap_bytes= to tdx.init. {memory_remedies()}"
-            ) from error
+            remedy = "pass a smaller heap_bytes= to tdx.init"
+            raise self._exhausted(f"heap: {nbytes} bytes", remedy) from error
+
+    def _exhausted(self, what: str, remedy: str) -> HeapExhausted:
+        free, total = self._call("asking for free memory", cu.cuMemGetInfo)
+        return HeapExhausted(
+            f"{what}: out of device memory, {free} of {total} bytes are free; {remedy}. "
+            f"{memory_remedies()}"
+        )
 
     def mem_export(self, handle: int) -> int:
         return int(call("exporting memory", cu.cuMemExportToShareableHandle, handle, _FD, 0))
@@ -229,7 +233,10 @@ class CudaMemory(CudaDevice):
             address = int(self._call(*args))
         except HeapExhausted:
             self._make_room()
-            address = int(self._call(*args))
+            try:
+                address = int(self._call(*args))
+            except HeapExhausted as error:
+                raise self._exhausted(f"{nbytes} bytes of an array", "free arrays") from error
         self._allocated[address] = nbytes
         if self._recording:
             self._call("waiting for memory", cu.cuStreamSynchronize, self._side)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tdx
-from tdx.runtime.errors import CollectiveMismatch, PeerTimeout
+from tdx.runtime.errors import CollectiveMismatch, InvalidArgument, PeerTimeout
 from tests.helpers.cases import isolated, limit, worlds
 
 TIMEOUT_S = 1.0
@@ -51,6 +51,73 @@ def case_different_calls(comm, backend, fault):
     assert all("all_reduce(shape=(100,)" in call or "barrier" in call for call in table.values())
     assert table[guilty] != table[0]
     assert f"rank {guilty}: {table[guilty]}" in str(caught.value)
+    world.close()
+    comm.barrier()
+
+
+@isolated
+@worlds(2, 3)
+@limit(30)
+@pytest.mark.parametrize("call", ["plan", "function", "foreign", "stream", "barrier"])
+def case_refused(comm, backend, call):
+    """What all ranks have called before, and one of them refuses now: the others learn why."""
+    world, x, (plan, _) = make(comm, backend)
+    guilty = world.size - 1
+    for given in (x, np.ones(N, np.float32)):
+        tdx.all_reduce(given)
+    streams = ("stream", "barrier")
+    bad = {"stream": "fast"} if call in streams else {"out": np.zeros(N, np.float64)}
+    tdx.barrier()
+    options = bad if world.rank == guilty else {}
+    calls = {
+        "plan": lambda **options: plan(x, **options),
+        "function": lambda **options: tdx.all_reduce(x, **options),
+        "foreign": lambda **options: tdx.all_reduce(np.ones(N, np.float32), **options),
+        "stream": lambda **options: plan(x, **options),
+        "barrier": tdx.barrier,
+    }
+    start = time.monotonic()
+    if world.rank == guilty:
+        with pytest.raises((InvalidArgument, tdx.errors.DtypeError)):
+            calls[call](**options)
+        time.sleep(2 * TIMEOUT_S)
+        with pytest.raises(tdx.errors.TdxError):
+            world.barrier()
+    else:
+        with pytest.raises(CollectiveMismatch) as caught:  # noqa: PT012
+            calls[call](**options)
+            world.synchronize()
+        assert time.monotonic() - start < 2 * TIMEOUT_S
+        assert caught.value.calls[guilty].startswith("refused call ")
+        reason = "'fast' is not a stream" if call in streams else "out has dtype float64"
+        assert reason in str(caught.value)
+    world.close()
+    comm.barrier()
+
+
+@worlds(2)
+def case_refused_and_then_made(world):
+    x = world.array(np.full(N, world.rank + 1, np.float32))
+    plan = tdx.AllReduce(world, N, "float32")
+    for _ in range(3):
+        if world.rank == 1:
+            with pytest.raises(InvalidArgument):
+                plan(x, out=world.empty(N + 1, np.float32, symmetric=False))
+        assert (plan(x).numpy() == 3).all()
+
+
+@isolated
+@worlds(3)
+@limit(30)
+def case_who_knows_leaves_first(comm, backend):
+    """The ranks that find out close at once; one that computes meanwhile learns the same."""
+    world, x, (first, second) = make(comm, backend)
+    (second if world.rank == 2 else first)(x)
+    if world.rank == 1:
+        time.sleep(2 * TIMEOUT_S)
+    with pytest.raises(CollectiveMismatch):
+        world.synchronize()
+    del first, second
     world.close()
     comm.barrier()
 

@@ -145,6 +145,27 @@ def case_progress(world, dtype):
 
 
 @worlds(2, 3)
+def case_progress_is_read_on_another_stream(world):
+    """The next call lets peers write when that has been read; its reader waits for the call."""
+    shape = (6, 4)
+    plan = tdx.AllGather(world, shape, "float32", progress=True, chunks_per_rank=2)
+    side = world.new_stream()
+    outs = [world.empty((6 * world.size, 4), "float32", symmetric=False) for _ in range(6)]
+    for turn, out in enumerate(outs):
+        buffer = plan(world.array(values(world.rank, shape, "float32", turn), symmetric=False))
+        assert side.handle not in buffer._block.last
+        side.wait(world.stream)
+        with world.on(side):
+            copy_in_order_kernel[(1,)](
+                buffer, out, plan.progress, plan.epoch, world.handle, *shape,
+                plan.chunk_rows, plan.chunks, BLOCK=16,
+            )  # fmt: skip
+        assert side.handle in buffer._block.last
+    for turn, out in enumerate(outs):
+        assert_same_bits(out.numpy(), gathered(world, shape, "float32", turn), turn)
+
+
+@worlds(2, 3)
 def case_progress_in_a_graph(world):
     shape = (6, 4)
     plan = tdx.AllGather(world, shape, "float32", progress=True, chunks_per_rank=2)

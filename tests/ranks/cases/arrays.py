@@ -7,8 +7,11 @@ import gc
 import ml_dtypes
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 
 import tdx
+from tdx.interop import numpy_arrays
 from tests.helpers.cases import worlds
 
 DTYPES = (
@@ -76,6 +79,7 @@ def case_indexing_is_numpys(world):
             fresh = np.arange(data.size, dtype=np.float32).reshape(data.shape)
             data[...] = fresh
             x[...] = fresh
+    assert (x[np.array(1)].numpy() == data[1]).all()
     assert (x.T.numpy() == data.T).all()
     assert (x.T[1:].numpy() == data.T[1:]).all()
     assert [int(row.numpy()) for row in world.array(np.arange(3))] == [0, 1, 2]
@@ -132,6 +136,70 @@ def case_copies_between_layouts(world):
     assert world.array([1, 2, 3]).dtype == np.int64
     scalar = world.zeros((), "float32").copy_from(2.5)
     assert (scalar.shape, float(scalar.numpy())) == ((), 2.5)
+
+
+@worlds(1)
+@pytest.mark.parametrize("symmetric", [True, False])
+def case_copies_within_an_array(world, backend, symmetric):
+    """What is read is what was there before, as with NumPy."""
+    data = np.arange(36, dtype=np.float32).reshape(6, 6)
+    moves = {
+        "transposed": lambda x: x.__setitem__(..., x.T),
+        "onto itself": lambda x: x.__setitem__(..., x),
+        "down": lambda x: x.__setitem__(slice(1, None), x[:-1]),
+        "up": lambda x: x.__setitem__(slice(None, -1), x[1:]),
+        "reversed": lambda x: x.__setitem__(..., x[::-1, ::-1]),
+        "column": lambda x: x.__setitem__((slice(None), 3), x[2]),
+    }
+    for name, move in moves.items():
+        x, expected = world.array(data, symmetric), data.copy()
+        with tdx.graph(world) as graph:
+            move(x)
+        assert (x.numpy() == data).all()
+        for _ in range(2):
+            move(expected)
+        graph.replay()
+        move(x)
+        assert (x.numpy() == expected).all(), name
+    if backend == "host":
+        x = world.array(data, symmetric)
+        x.T.copy_from(np.asarray(x))
+        assert (x.numpy() == data.T).all()
+
+
+@triton.jit
+def _count_kernel(x, turns):
+    for _ in range(turns):
+        tl.store(x, tl.load(x) + 1)
+
+
+@worlds(1, 2)
+def case_copies_of_a_view_come_after_pending_work(world, backend):
+    """Of overlapping memory too, which goes through other memory."""
+    side, turns = world.new_stream(), 3000
+    with world.on(side):
+        x = world.zeros(4, "float32")
+    world.synchronize()
+    seen = numpy_arrays.adopt(x, None) if backend == "host" else x[:3]
+    with world.on(side):
+        _count_kernel[(1,)](x, turns)
+    x[1:].copy_from(seen[:3])
+    assert (x.numpy() == [turns, turns, 0, 0]).all()
+
+
+@worlds(1, 2)
+def case_copies_between_parts_need_no_other_memory(world):
+    """Columns of one matrix lie in one range, but apart; and nothing is to be done for itself."""
+    data = np.arange(48, dtype=np.float32).reshape(4, 12)
+    x = world.array(data, symmetric=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(world, "local", None)
+        x[:, :5] = x[:, 5:10]
+        x[...] = x
+        x[1:, 10] = x[:-1, 11]
+    data[:, :5] = data[:, 5:10]
+    data[1:, 10] = data[:-1, 11]
+    assert (x.numpy() == data).all()
 
 
 @worlds(1, 2)
@@ -192,3 +260,20 @@ def case_empty_arrays(world):
             x.copy_from(np.zeros(x.shape, np.float32))
             assert x[..., :0].shape[-1] == 0
             x.free()
+
+
+@worlds(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def case_types_that_numpy_lacks(world, backend, dtype):
+    """What docs/tutorials/frameworks.md says of them."""
+    x = world.array(np.ones(3, dtype))
+    assert x.numpy().dtype == dtype
+    if backend == "host":
+        with pytest.raises(
+            (RuntimeError, BufferError), match=r"[Uu]nsupported dtype|not supported"
+        ):
+            np.from_dlpack(x)
+        view = np.asarray(x)
+        view[0] = 2
+        assert view.dtype == dtype
+        assert float(x.numpy()[0]) == 2

@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 import tdx
-from tdx.runtime.errors import Closed, DtypeError, InvalidArgument, TdxError, Unsupported
-from tests.helpers.cases import isolated, worlds
+from tdx.runtime import dlpack
+from tdx.runtime.errors import (
+    Closed,
+    CollectiveMismatch,
+    DtypeError,
+    InvalidArgument,
+    TdxError,
+    Unsupported,
+)
+from tests.helpers.cases import isolated, skip, worlds
 
 
 def resources():
@@ -51,14 +59,76 @@ def case_sources_of_copies(world):
     ):  # fmt: skip
         with pytest.raises(DtypeError, match=r"has dtype float32, the source .*; convert it first"):
             x.copy_from(source)
-    for source in ("text", object(), {1: 2}, [["a", "b", "c"]] * 2):
-        with pytest.raises((TdxError, ValueError, TypeError)):
+    for source in ("text", object(), {1: 2}, [["a", "b", "c"]] * 2, [[1, 2], [3]]):
+        with pytest.raises(InvalidArgument, match=r"cannot be made an array: .*; pass numbers"):
             x.copy_from(source)
     freed = world.zeros((2, 3), "float32")
     freed.free()
     with pytest.raises(Closed):
         x.copy_from(freed)
     assert (x.numpy() == np.arange(6).reshape(2, 3)).all()
+    world.barrier()
+
+
+class Refusing:
+    """A producer that tells why it is none."""
+
+    shape, device = (4,), (1, 0)
+
+    def __dlpack__(self, **_):
+        raise BufferError("was donated")
+
+    def __dlpack_device__(self):
+        return self.device
+
+
+class Elsewhere(Refusing):
+    """Memory of a device that nobody has here."""
+
+    device = (7, 3)
+
+    def __dlpack__(self, **_):
+        return dlpack.capsule(self, 256, (4,), (4,), "float32", self.device)
+
+
+@worlds(1, 2)
+def case_odd_sources_of_arrays(world):
+    """Value and remedy are named, and nothing is allocated that peers would not have."""
+    before = world.user_region.heap.digest
+    for source, kind, words in (
+        ("text", DtypeError, r"'text' would be an array of <U4.*pass numbers"),
+        ({1: 2}, DtypeError, r"\{1: 2\} would be an array of object"),
+        ([1 << 70], DtypeError, r"\[1180591620717411303424\] would be an array of object"),
+        (np.array([object()]), DtypeError, r"objects and text are no numbers: convert"),
+        ([[1, 2], [3]], InvalidArgument, r"\[\[1, 2\], \[3\]\] cannot be .* of equal lengths"),
+        (np.ma.ones(3), InvalidArgument, r"has a mask, .*pass x.filled\(value\)"),
+        (Refusing(), InvalidArgument, r"Refusing of shape \(4,\) .*was donated; pass a plain copy"),
+        (Elsewhere(), Unsupported, r"DLPack device \(7, 3\).*copy it to the host first"),
+    ):
+        with pytest.raises(kind, match=words):
+            world.array(source)
+        with pytest.raises(kind if isinstance(source, np.ndarray | Refusing) else InvalidArgument):
+            world.zeros(4, "float32", symmetric=False).copy_from(source)
+    assert world.user_region.heap.digest == before
+    world.barrier()
+
+
+@worlds(1, 2)
+def case_odd_tensors(world):
+    try:
+        import torch
+    except ImportError:
+        skip("PyTorch is not installed")
+    grad = torch.ones(3, requires_grad=True)
+    for source, words in (
+        (grad, r"torch.Tensor of shape \(3,\) .*detach"),
+        (torch.empty(3, device="meta"), r"torch.Tensor of shape \(3,\) .*meta.*a NumPy array"),
+        (torch.ones(3).to_sparse(), r"torch.Tensor of shape \(3,\) .*layout"),
+        ([grad], r"res_grad.*cannot be made an array: .*detach"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            world.array(source)
+    assert (world.array(grad.detach()).numpy() == 1).all()
     world.barrier()
 
 
@@ -125,3 +195,36 @@ def case_arrays_of_another_world(comm, backend):
         with pytest.raises(Closed, match=r"closed; call tdx.init"):
             use()
     second.close()
+
+
+@worlds(2)
+@pytest.mark.parametrize("what", ["config", "dtype", "priority"])
+def case_peers_hear_of_errors_of_all_kinds(world, what):
+    """Nobody waits for a rank whose call failed, and no later call is taken for it."""
+    ones = np.ones((2, 2), np.float32)
+    mine = world.rank == 1
+    wrong = {"config": 3, "dtype": np.floating, "priority": "x"}[what]
+
+    def call():
+        if what == "config":
+            return tdx.matmul_all_reduce(ones, ones, config=wrong if mine else None)
+        if what == "dtype":
+            return tdx.all_reduce(ones, out_dtype=wrong if mine else None)
+        return world.new_stream(wrong)
+
+    known = {"config": InvalidArgument, "dtype": DtypeError, "priority": InvalidArgument}[what]
+    with pytest.raises(known if mine or what == "priority" else CollectiveMismatch):
+        call()
+    world.new_stream().synchronize()
+    result = tdx.matmul_all_reduce(5 * ones, ones)
+    assert (result == 20).all()
+
+
+@worlds(2)
+def case_an_operand_that_fails_of_itself(world):
+    """What a framework raises is told to the peers as well."""
+
+    good = np.ones(4, np.float32)
+    with pytest.raises(TdxError, match="was donated"):
+        tdx.all_reduce(Refusing() if world.rank else good, op="max")
+    assert (tdx.all_reduce(3 * good) == 6).all()

@@ -213,8 +213,12 @@ def case_all_gather_with_progress(world, start):
 
 
 PRODUCTS = {  # the plan, and the rows of its result
-    "all_gather_matmul": (tdx.AllGatherMatmul, lambda m, size: m * size),
-    "matmul_reduce_scatter": (tdx.MatmulReduceScatter, lambda m, size: m // size),
+    "all_gather_matmul": (
+        partial(tdx.AllGatherMatmul, algorithm="fused"), lambda m, size: m * size,
+    ),
+    "matmul_reduce_scatter": (
+        partial(tdx.MatmulReduceScatter, algorithm="fused"), lambda m, size: m // size,
+    ),
     "matmul_all_reduce": (tdx.MatmulAllReduce, lambda m, size: m),
     "matmul_all_reduce-two_shot": (
         partial(tdx.MatmulAllReduce, algorithm="two_shot"), lambda m, size: m,

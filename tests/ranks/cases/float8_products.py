@@ -10,6 +10,7 @@ from tdx.kernels.all_gather_matmul import ALGORITHMS as GATHERS
 from tdx.kernels.matmul import Config
 from tdx.kernels.matmul_all_reduce import ALGORITHMS
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
+from tdx.runtime.init import current_world
 from tests.helpers.blocks import copy_engines
 from tests.helpers.cases import isolated, limit, worlds
 from tests.helpers.reference import activated, assert_same_bits, poisoned, product, values
@@ -55,7 +56,8 @@ def close(got, wanted, dtype="bfloat16"):
     assert got.dtype.name == dtype
     assert got.shape == wanted.shape, (got.shape, wanted.shape)
     error = np.linalg.norm(got.astype(np.float64) - wanted)
-    bound = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-6}[dtype]
+    on_host = current_world().backend == "host"  # tensor cores add float8 in less than float32
+    bound = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-6 if on_host else 2e-4}[dtype]
     assert error <= bound * np.linalg.norm(wanted), error / np.linalg.norm(wanted)
 
 
@@ -212,6 +214,22 @@ def case_numbers_in_a_graph(world):
         plan(x, y, scale_b=0.375)
     graph.replay()
     world.synchronize()
+
+
+@isolated
+@worlds(1, 2)
+@limit(60)
+def case_no_scales_in_a_graph(comm, backend):
+    """A plan that was never called can be recorded."""
+    with tdx.init(comm, backend=backend) as world:
+        x, y = world.zeros((4, 32), KIND), world.zeros((32, 5), KIND)
+        plan = tdx.MatmulAllReduce(world, (4, 32), (32, 5), KIND)
+        for i in range(70):  # numbers that are kept do not push it out
+            plan(x, y, scale_a=2.0 + i)
+        with tdx.graph(world) as graph:
+            plan(x, y)
+        graph.replay()
+        world.synchronize()
 
 
 @isolated

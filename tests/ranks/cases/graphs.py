@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import numpy as np
 import pytest
 
 import tdx
-from tdx.runtime.errors import InvalidArgument
+from tdx.runtime.errors import Closed, InvalidArgument
 from tests.helpers.cases import worlds
 
 
@@ -50,4 +51,51 @@ def case_copies_are_recorded_wherever_the_array_was_used(world):
         x[...] = np.full(8, number, np.float32)
         graph.replay()
         assert (y.numpy() == number).all()
+    world.barrier()
+
+
+@worlds(1, 2)
+def case_arrays_of_a_graph_are_not_freed(world):
+    x, y, z = (world.array(np.full(8, v, np.float32)) for v in (1, 2, 3))
+    plan = tdx.AllReduce(world, (8,), "float32")
+    with tdx.graph(world) as graph:
+        plan(x, out=y)
+        z.copy_from(y)
+    graph.replay()
+    for array in (x, y, z):
+        with pytest.raises(InvalidArgument, match="recorded graph"):
+            array.free()
+    assert (z.numpy() == world.size).all()
+    del graph
+    gc.collect()
+    for array in (x, y):
+        array.free()
+    with contextlib.suppress(ZeroDivisionError), tdx.graph(world) as failed:
+        z.copy_from(z.reshape(8))
+        raise ZeroDivisionError
+    z.free()
+    with pytest.raises(Closed):
+        failed.replay()
+    world.barrier()
+
+
+@worlds(1, 2)
+def case_streams_that_were_closed_since(world):
+    """A graph is replayed elsewhere then; where its own branches ran does not matter."""
+    x, y = (world.zeros(8, "float32", symmetric=False) for _ in range(2))
+    origin, side = world.new_stream(), world.new_stream()
+    plan, other = (tdx.AllReduce(world, (8,), "float32") for _ in range(2))
+    with world.on(origin), tdx.graph(world) as graph:
+        side.wait(origin)
+        plan(x, out=y, stream=side)
+        origin.wait(side)
+        other(y, out=x)
+    side.close()
+    origin.close()
+    x[...] = np.ones(8, np.float32)
+    with pytest.raises(Closed, match="pass stream="):
+        graph.replay()
+    for number in (2, 4):
+        graph.replay(world.stream)
+        assert (x.numpy() == world.size**number).all()
     world.barrier()

@@ -64,7 +64,11 @@ def case_dropped_memory_is_reused_before_the_heap_grows(comm, backend):
 def case_a_hard_cap(comm, backend):
     with tdx.init(comm, backend=backend, heap_bytes=MIB) as world:
         x = world.empty(MIB // 2, "uint8", name="kept")
-        with pytest.raises(HeapExhausted, match=r"1 MiB requested for big, 512 KiB free.*heap_b"):
+        said = (
+            r"user heap: 1 MiB requested for big, 512 KiB free of 1 MiB, the largest free run "
+            r"512 KiB, and it grows up to 1 MiB at most; free arrays, or pass a larger heap_bytes="
+        )
+        with pytest.raises(HeapExhausted, match=said):
             world.empty(MIB, "uint8", name="big")
         with pytest.raises(HeapExhausted):
             world.empty((1 << 20, 1 << 20, 1 << 20), "float64")
@@ -95,6 +99,23 @@ def case_growth_that_fails_on_one_rank(comm, backend):
             world.barrier()
         assert (x.numpy() == np.arange(10)).all()
         assert world.zeros(100 * MIB, "uint8")[-1].numpy() == 0
+        world.barrier()
+
+
+@isolated
+@worlds(2, 3)
+def case_names_are_each_ranks_own(comm, backend):
+    """They may differ where the heap is full; made up ones do not after a refusal on one rank."""
+    with tdx.init(comm, backend=backend) as world:
+        held = [world.empty(30 * MIB, "uint8", name=f"x{world.rank}-{i}") for i in range(4)]
+        assert world.empty(1, "uint8").name == "array5"
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 1:
+                patch.setattr(type(world.user_region), "allocate", _exhausted)
+                with pytest.raises(HeapExhausted):
+                    world.empty(1, "uint8")
+        assert world.empty(1, "uint8").name == "array6"
+        assert len(held) == 4
         world.barrier()
 
 

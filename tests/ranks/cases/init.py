@@ -101,7 +101,7 @@ BAD_VALUES = [
     ("timeout_s", -1, InvalidArgument, "got -1"),
     ("timeout_s", float("nan"), InvalidArgument, "got nan"),
     ("timeout_s", "10", InvalidArgument, "got '10'"),
-    ("timeout_s", 1e10, InvalidArgument, "0: no deadline"),
+    ("timeout_s", 1e7, InvalidArgument, "0: no deadline"),
     ("on_peer_failure", "ignore", InvalidArgument, "'ignore' is not one of"),
 ]
 

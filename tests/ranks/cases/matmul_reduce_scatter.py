@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import tdx
 from tdx.kernels.matmul import ACTIVATIONS, Config
+from tdx.kernels.select import CONSTANTS
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
 from tests.helpers.blocks import many_blocks
 from tests.helpers.cases import worlds
@@ -65,6 +67,30 @@ def case_values(world, dtype):
             for left, right in ((x, turned.T), (rows.T, y)):
                 again = tdx.matmul_reduce_scatter(left, right, **options)
                 assert_same_bits(again.numpy(), out.numpy())
+
+
+@worlds(2, 3)
+@pytest.mark.parametrize("group_m", [1, 3, 8])
+def case_a_part_in_two_halves(world, group_m):
+    """So sent where it keeps all blocks at work; tiles of any groups have the same bits."""
+    few = dataclasses.replace(
+        CONSTANTS["host"], tile=(16, 16, 64), described_columns=16, blocks=1, matmul_blocks=3,
+        scattered_rows=128,
+    )  # fmt: skip
+    m, k, n, size = 100, 24, 70, world.size
+    x, y = (world.array(z, symmetric=False) for z in operands(world.rank, m * size, k, n, "f"))
+    config = Config(16, 16, 16, group_m=group_m, num_warps=4)
+    make = functools.partial(tdx.MatmulReduceScatter, world, x.shape, y.shape, "f", config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONSTANTS, "host", few)
+        plan = make(algorithm="fused")
+        if world.backend == "host":
+            assert plan._way._chunk == 64
+            with pytest.raises(InvalidArgument, match="block_m=128 must be <= 64"):
+                make(algorithm="fused", config=Config(128, 16, 16))
+    wanted = make(algorithm="unfused")(x, y).numpy()
+    for _ in range(3):
+        assert_same_bits(plan(x, y).numpy(), wanted)
 
 
 @worlds(8)

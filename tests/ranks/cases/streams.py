@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import triton
 import triton.language as tl
 
+import tdx
 import tdx.language as tdl
+from tdx.runtime.errors import InvalidArgument
 from tests.helpers.cases import worlds
 
 
@@ -76,3 +79,46 @@ def case_streams_of_other_libraries(world):
         with world.on(stream):
             assert world.driver.current_stream() == world.stream.handle
     assert world.stream.__cuda_stream__() == (0, world.stream.handle)
+
+
+@worlds(1, 2)
+def case_a_stream_that_was_closed(world):
+    """Its work goes on; what was used there is used elsewhere after it, and given back."""
+    n = 1 << 16
+    side = world.new_stream()
+    x, out = (world.array(np.full(n, 1, np.float32), symmetric=False) for _ in range(2))
+    symmetric = world.array(np.full(n, 1, np.float32))
+    plan = tdx.AllReduce(world, n, "float32")
+    doubled = tdx.AllReduce(world, n, "float32", residual=True)
+    with world.on(side):
+        for _ in range(50):
+            plan(x, out=out)
+            doubled(symmetric, out=symmetric, residual=x)
+            symmetric.copy_from(x)
+    plan(symmetric, out=out, stream=side)
+    side.close()
+    seen = plan(out)
+    assert (seen.numpy() == world.size**2).all()
+    assert (symmetric.numpy() == 1).all()
+    x.free()
+    symmetric.free()
+    with pytest.raises(tdx.errors.Closed, match="stream was closed"):
+        plan(out, stream=side)
+    world.barrier()
+
+
+@worlds(1, 2)
+def case_a_stream_that_never_was(world):
+    """A first call, and one on arrays used before: neither spoils the plan or the arrays."""
+    if world.backend != "host":
+        pytest.skip("CUDA does not check handles")
+    plan = tdx.AllReduce(world, 8, "float32")
+    x = world.array(np.ones(8, np.float32))
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="12345"):
+            plan(x, stream=12345)
+        with pytest.raises(InvalidArgument, match="12345"):
+            tdx.all_reduce(np.ones(8, np.float32), stream=12345)
+        assert (plan(x).numpy() == world.size).all()
+    x.free()
+    world.barrier()

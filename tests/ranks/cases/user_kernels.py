@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tdx
 import tdx.language as tdl
+from tdx.runtime.errors import InvalidArgument
 from tests.helpers.cases import worlds
 
 SCALE = tl.constexpr(3)
@@ -236,3 +237,16 @@ def case_16_bit_atomics_between_ranks(world, dtype):
     _add_16_bit[(1,)](x, 20, world.handle)
     world.barrier()
     assert x.numpy().astype(np.float32) == [20.0 * world.size]
+
+
+@worlds(1, 2)
+def case_more_programs_than_blocks(world):
+    """Would count beyond the channel: refused where a launch can look at its arguments."""
+    if world.backend != "host":
+        pytest.skip("a GPU's launch does not look at them")
+    channel = world.channel(2)
+    out = world.zeros(world.size + 1, "int32")
+    for grid in ((3,), (2, 2)):
+        with pytest.raises(InvalidArgument, match=r"programs, and channel is a channel for 2"):
+            _rounds[grid](out, channel, world.handle, 1)
+    world.barrier()

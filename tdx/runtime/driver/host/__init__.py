@@ -19,6 +19,7 @@ from tdx import abi
 from tdx.runtime.config import config
 from tdx.runtime.driver.base import Bound, Described, DeviceInfo
 from tdx.runtime.driver.host import interpreter
+from tdx.runtime.driver.host.addresses import Addresses
 from tdx.runtime.driver.host.device import Call, Device
 from tdx.runtime.driver.host.executor import HostExecutor
 from tdx.runtime.driver.host.kernel import KernelRun, PreparedKernel
@@ -51,7 +52,8 @@ class HostDriver(HostMemory):
         self._default_stream = 0
         self._previous: Any = None
         self.device = Device()
-        self.executor = HostExecutor(self.device)
+        self.addresses = Addresses()
+        self.executor = HostExecutor(self.device, self.addresses)
         self.executor.report = self.waiting
         interpreter.take_over()
         self.device.start()
@@ -74,6 +76,24 @@ class HostDriver(HostMemory):
     def set_timeout(self, seconds: float) -> None:
         """Deadline of programs that spin without `wait`; 0: none."""
         self.device.timeout_s = seconds
+
+    # ---- shared memory, see HostMemory
+    def addr_reserve(self, nbytes: int) -> int:
+        base = super().addr_reserve(nbytes)
+        self.addresses.reserved(base, nbytes)
+        return base
+
+    def addr_free(self, address: int, nbytes: int) -> None:
+        self.addresses.released(address)
+        super().addr_free(address, nbytes)
+
+    def mem_map(self, address: int, nbytes: int, handle: int) -> None:
+        super().mem_map(address, nbytes, handle)
+        self.addresses.mapped(address, nbytes)
+
+    def mem_unmap(self, address: int, nbytes: int) -> None:
+        self.addresses.unmapped(address)
+        super().mem_unmap(address, nbytes)
 
     # ---- local memory and copies
     def alloc(self, nbytes: int, stream: int) -> int:
@@ -180,13 +200,13 @@ class HostDriver(HostMemory):
         return self.device.capture_end(stream)
 
     def owns(self, stream: int) -> bool:
-        return True
+        return stream in self.device.streams
 
     def mark(self, stream: int, at: int | None = None) -> None:
         """All streams are the driver's own."""
 
     def left_at(self, stream: int) -> int | None:
-        return None
+        return None if stream in self.device.streams else 0
 
     def recorded_elsewhere(self, stream: int) -> bool:
         return False

@@ -113,6 +113,7 @@ class Device:
         self.capture: Graph | None = None
         self.error: BaseException | None = None
         self.timeout_s = 30.0
+        self.rank = 0  # for messages
         self.running: Any = None  # the fibre that runs now, set by kernel.py
         self.random = random.Random(config.host_seed) if config.host_seed else None
         self._handles = iter(range(16, 1 << 62))  # below are names of a GPU's default streams
@@ -219,8 +220,9 @@ class Device:
     def launch_graph(self, handle: int, stream: int) -> None:
         with self.changed:
             graph = self.graphs[handle]
-            for recorded, make in graph.entries:
-                self.enqueue(stream if recorded == graph.origin else recorded, make)
+            for recorded, make in graph.entries:  # in an order that will do on one stream
+                own = recorded != graph.origin and recorded in self.streams
+                self.enqueue(recorded if own else stream, make)
 
     # ---- waiting
     def wait(self, finished: Callable[[], bool], captured: Callable[[], bool]) -> None:
@@ -324,6 +326,8 @@ class Device:
         if spinning:
             self.fail(
                 DriverError(
-                    f"deadlock: nothing moved for {self.timeout_s:g} s: " + "; ".join(spinning)
+                    f"rank {self.rank}: deadlock: nothing moved for {self.timeout_s:g} s: "
+                    + "; ".join(spinning)
+                    + "; for what a peer stores wait with tdl.wait, whose deadline names the peer"
                 )
             )

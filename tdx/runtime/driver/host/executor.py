@@ -15,7 +15,9 @@ import numpy as np
 from triton._C.libtriton import interpreter as native
 
 from tdx import abi
+from tdx.runtime.driver.host.addresses import Addresses, Checks, HandleView
 from tdx.runtime.driver.host.device import Device
+from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["HostExecutor"]
 
@@ -26,10 +28,21 @@ _STRONG_LOADS = platform.machine() in ("x86_64", "AMD64", "i686")
 class HostExecutor:
     """Suspends the running fibre until words in symmetric memory have their values."""
 
-    def __init__(self, device: Device):
+    def __init__(self, device: Device, addresses: Addresses):
         self._device = device
+        self._addresses = addresses
         self.report: Callable[[], list[str]] = list  # who waits for what, set by the driver
         self.waiting: list[str] = []  # that report, taken when the first wait gave up
+        self.kernel = ""  # the kernel whose wait that was
+        self.launched = ""  # where it was launched, "file:line"
+        self.signal = ""  # and for which signal: the array may be gone when somebody asks
+        self.name: Callable[[int], str] = hex  # of the signal at an address
+
+    def introduce(self, rank: int, name: Callable[[int], str]) -> None:
+        """This process's rank, and what tells the name of the signal at an address."""
+        self._device.rank = rank
+        self.name = name
+        self.waiting, self.kernel, self.launched, self.signal = [], "", "", ""
 
     def wait(
         self,
@@ -42,6 +55,7 @@ class HostExecutor:
     ) -> bool:
         """Wait until every int32 word satisfies `cmp` ("ge": wrap-safe, "eq"); False: gave up."""
         flat = np.atleast_1d(addresses).reshape(-1)
+        self._check(flat)
         wanted = np.broadcast_to(values, flat.shape).reshape(-1).astype(np.int64)
         who = np.broadcast_to(peers, flat.shape).reshape(-1)
         pending = [
@@ -60,7 +74,8 @@ class HostExecutor:
         def describe() -> str:
             cell, value, peer, address = pending[0]
             sign = "==" if cmp == "eq" else ">="
-            return f"word {address:#x} {sign} {value} (is {cell.value}) from peer {peer}"
+            who = f" from peer {peer}" if peer >= 0 else ""
+            return f"{self.name(address)} {sign} {value} (is {cell.value}){who}"
 
         def give_up() -> None:
             cell, value, peer, address = pending[0]
@@ -75,7 +90,9 @@ class HostExecutor:
         self, addresses: np.ndarray, value: int, control: int, team: int
     ) -> tuple[np.ndarray, bool]:
         """Wait until an int32 word is >= `value`, wrap-safe: which ones are; False: gave up."""
+        self._check(addresses)
         cells = [ctypes.c_int32.from_address(int(a)) for a in addresses]
+        first = int(addresses[0]) if cells else 0  # there may be none to wait for
         ready = np.zeros(len(cells), bool)
 
         def finished() -> bool:
@@ -83,10 +100,10 @@ class HostExecutor:
             return bool(ready.any())
 
         def describe() -> str:
-            return f"one of {len(cells)} words from {int(addresses[0]):#x} >= {value}"
+            return f"one of {len(cells)} words from {self.name(first)} on >= {value}"
 
         def give_up() -> None:
-            self._fault(control, team, -1, int(addresses[0]), value, cells[0].value)
+            self._fault(control, team, -1, first, value, cells[0].value if cells else 0)
 
         ok = self._bounded(finished, describe, give_up, control)
         if ok and not _STRONG_LOADS:
@@ -103,6 +120,7 @@ class HostExecutor:
         peers: np.ndarray,
     ) -> tuple[np.ndarray, bool]:
         """Wait until the high half of every unmasked 64-bit word is `flag`; the low halves."""
+        self._check(addresses[mask])
         nothing = np.zeros(addresses.shape, np.uint64)
         words = nothing
         expected = np.uint32(flag & 0xFFFFFFFF)
@@ -117,7 +135,11 @@ class HostExecutor:
 
         def describe() -> str:
             left = missing()
-            return f"{int(left.sum())} of {left.size} data words with flag {flag}"
+            first = int(addresses[left][0]) if left.any() else 0
+            return (
+                f"{int(left.sum())} of {left.size} data words with flag {flag}, the first "
+                f"{self.name(first)}"
+            )
 
         def give_up() -> None:
             first = int(np.flatnonzero(missing().reshape(-1))[0])
@@ -127,6 +149,32 @@ class HostExecutor:
 
         ok = self._bounded(finished, describe, give_up, control)
         return (words & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32), ok
+
+    def distance(
+        self, pointers: np.ndarray, peers: np.ndarray, handle: tuple[int, int, int, bool]
+    ) -> np.ndarray:
+        """Bytes from `pointers` to `peers`' copies; see tdx.language.host.Executor."""
+        run = self._device.running.run
+        view = HandleView(*handle)
+
+        def checks() -> Checks:
+            if run.checks is None:
+                run.checks = Checks(self._addresses, view, run.prepared.name_of)
+            return run.checks
+
+        return self._addresses.distance(pointers, peers, view, checks)
+
+    def _check(self, signals: np.ndarray) -> None:
+        """Raise InvalidArgument for signals that no peer could set."""
+        if signals.size and not self._addresses.hold(signals):
+            run = self._device.running.run
+            if run.checks is not None:
+                run.checks.check(signals, np.True_)
+            name = run.prepared.name_of(int(signals.flat[0]))
+            raise InvalidArgument(
+                f"the wait is for {name}, which is not in the symmetric heap, so that no peer "
+                "sets it: make it by world.zeros, without symmetric=False"
+            )
 
     @staticmethod
     def _acquire(addresses: np.ndarray) -> None:
@@ -145,6 +193,7 @@ class HostExecutor:
         control: int,
     ) -> bool:
         words = (ctypes.c_int64 * abi.CONTROL_TABLE).from_address(control)
+        fibre = self._device.running
         deadline = 0
         ok = True
 
@@ -160,12 +209,15 @@ class HostExecutor:
             if deadline == 0:
                 deadline = now + limit
             if limit and now >= deadline:
+                if not words[abi.CONTROL_FAULT]:
+                    self.kernel = fibre.run.prepared.name
+                    self.launched = fibre.run.prepared.launched
                 give_up()
                 ok = False
                 return True
             return False
 
-        self._device.running.wait_until(poll, describe)
+        fibre.wait_until(poll, describe)
         return ok
 
     def _fault(
@@ -174,7 +226,7 @@ class HostExecutor:
         words = (ctypes.c_int64 * abi.CONTROL_TABLE).from_address(control)
         if words[abi.CONTROL_FAULT]:
             return  # only the device thread writes it: no other claim can come between
-        self.waiting = self.report()
+        self.waiting, self.signal = self.report(), self.name(address)
         words[abi.CONTROL_FAULT] = abi.FAULT_TIMEOUT
         record = (ctypes.c_int64 * abi.RECORD_WORDS).from_address(words[abi.CONTROL_RECORD])
         record[abi.RECORD_KIND] = abi.FAULT_TIMEOUT

@@ -14,6 +14,8 @@ import ast
 import contextlib
 import functools
 import inspect
+import math
+import sys
 import threading
 import types
 import weakref
@@ -179,7 +181,15 @@ def _launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any
         )
     for hook in getattr(self, "pre_run_hooks", ()):
         hook(*args, **named, **options)
-    _launcher(prepare(self, args, named, grid), options)
+    _launcher(prepare(self, args, named, grid, _caller()), options)
+
+
+def _caller() -> str:
+    """ "file:line" of whoever launches: the first frame that is neither tdx's nor Triton's."""
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("tdx.", "triton.")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @functools.cache
@@ -192,16 +202,31 @@ def _launch_options() -> frozenset[str]:
     return frozenset(names | {"device", "stream", "debug", "instrumentation_mode"})
 
 
-def prepare(kernel: Any, args: tuple[Any, ...], named: dict[str, Any], grid: Any) -> PreparedKernel:
-    """Bind and convert the arguments of a launch."""
+def _check_channels(name: str, arguments: dict[str, Any], grid: tuple[Any, ...]) -> None:
+    """Raise InvalidArgument for more programs than a channel has blocks: each has words there."""
+    for what, value in arguments.items():
+        if hasattr(value, "words") and hasattr(value, "packed"):
+            blocks = value.packed >> abi.CHANNEL_PACK_SHIFT
+            if all(hasattr(n, "__index__") for n in grid) and math.prod(grid) > blocks:
+                raise InvalidArgument(
+                    f"{name}: a grid of {math.prod(grid)} programs, and {what} is a channel for "
+                    f"{blocks}: launch no more, or make it with world.channel({math.prod(grid)})"
+                )
+
+
+def prepare(
+    kernel: Any, args: tuple[Any, ...], named: dict[str, Any], grid: Any, launched: str = ""
+) -> PreparedKernel:
+    """Bind and convert the arguments of a launch at `launched`, "file:line"."""
     name = kernel.fn.__name__
     bound = _bind(kernel, name, args, named)
     if callable(grid):
         grid = grid(bound)
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+    _check_channels(name, bound, grid)
     constants = _constants(kernel)
     arguments = {k: v if k in constants else _convert(name, k, v) for k, v in bound.items()}
-    return PreparedKernel(name, _interpreted(kernel), arguments, grid, (args, named))
+    return PreparedKernel(name, _interpreted(kernel), arguments, grid, bound, launched)
 
 
 def _bind(kernel: Any, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +278,11 @@ def _convert(kernel: str, name: str, value: Any) -> Any:
         return _convert_descriptor(kernel, name, value)
     if isinstance(value, (JITFunction, tl.dtype)):
         return value
-    hint = "; make it a tdx array with world.array(x)" if isinstance(value, np.ndarray) else ""
+    hint = ""
+    if isinstance(value, np.ndarray):
+        hint = "; make it a tdx array with world.array(x)"
+    elif hasattr(value, "ranks"):
+        hint = "; pass its handle"
     raise InvalidArgument(
         f"{kernel}: argument {name!r} is a {type(value).__name__}, which is not a kernel"
         f" argument{hint}"

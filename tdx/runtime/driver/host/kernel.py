@@ -3,7 +3,8 @@
 Programs start in grid order, x fastest, and at most `multiprocessors` of them are resident.
 A program runs until it ends or reaches a scheduling point: a wait that is not satisfied, an
 atomic or volatile load that returns what it returned last time, or any load, store or atomic
-once its time slice is over. Fibres live on the device thread only.
+once its time slice is over. A slice in which nothing new was loaded and no variable changed is
+one of a spin loop. Fibres live on the device thread only.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 import contextvars
 import inspect
 import linecache
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import greenlet
+import numpy as np
 
+from tdx.runtime.driver.host.addresses import Checks
 from tdx.runtime.driver.host.device import Device
 from tdx.runtime.errors import DriverError, InvalidArgument
 
@@ -25,12 +30,22 @@ __all__ = ["Fibre", "KernelRun", "PreparedKernel"]
 
 _SLICE_S = 2e-3  # a program, or the start of new ones, lets the other streams have a turn after
 _REMEMBERED = 64  # addresses whose last value a program remembers, to notice that it spins
+_SMALL = 64  # elements of loads that may be those of a spin loop
+_STATES = 1024  # more than a spin loop goes through
+_NOT_KERNELS = ("triton.", "tdx.runtime.driver.host.")  # modules
+_NESTED = 8  # tuples in tuples, and the like, that are looked into
+_PARTS = 4096  # of all variables
+_PLAIN = (int, float, complex, str, bytes, type(None), type(...), range, slice, np.generic)
+_FIXED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 
 
 class Fibre:
     """One program of a grid."""
 
-    __slots__ = ("describe", "index", "poll", "run", "seen", "slice_end", "spins", "task")
+    __slots__ = (
+        "describe", "index", "loads", "moved", "poll", "run", "seen", "slice_end", "spins",
+        "states", "task",
+    )  # fmt: skip
 
     def __init__(self, run: KernelRun, index: tuple[int, int, int]):
         self.run = run
@@ -40,6 +55,9 @@ class Fibre:
         self.poll: Callable[[], bool] | None = None  # what it waits for
         self.describe: Callable[[], str] | None = None
         self.seen: dict[bytes, bytes] = {}  # atomics since the last store: addresses -> result
+        self.loads: dict[bytes, bytes] = {}  # the same of plain loads
+        self.states: set[int] = set()  # of its variables, while it loads nothing new
+        self.moved = True  # something new in this slice
         self.spins = 0
         self.slice_end = 0.0
 
@@ -49,6 +67,7 @@ class Fibre:
     def resume(self, device: Device) -> None:
         device.running = self
         self.slice_end = time.perf_counter() + _SLICE_S
+        self.moved = False
         try:
             self.task.switch()
         finally:
@@ -60,18 +79,25 @@ class Fibre:
     def wait_until(self, poll: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Suspend until `poll()`; it is called by the device thread and must be cheap."""
         if poll():
+            self.moved = True
             self.breathe()
             return
         self.poll, self.describe = poll, describe
         self.suspend()
+        self.moved = True
 
     def breathe(self) -> None:
-        """A scheduling point of work that made progress."""
+        """A scheduling point, once the slice is over."""
         randomness = self.run.device.random
-        if randomness is not None:
-            if randomness.random() < 0.2:
-                self.suspend()
-        elif time.perf_counter() > self.slice_end:
+        if randomness is None:
+            over = time.perf_counter() > self.slice_end
+        else:
+            over = randomness.random() < 0.2
+        if over:
+            if self.moved:
+                self.states.clear()
+            elif not self._new_state():  # work on what was loaded before changes variables
+                self.spins += 1
             self.suspend()
 
     def observe(self, addresses: bytes, result: bytes) -> None:
@@ -83,12 +109,43 @@ class Fibre:
         if len(self.seen) >= _REMEMBERED:
             self.seen.clear()
         self.seen[addresses] = result
+        self.moved = True
+        self.breathe()
+
+    def loaded(self, addresses: np.ndarray, result: np.ndarray) -> None:
+        """A scheduling point after a plain load."""
+        if addresses.size > _SMALL:
+            self.moved = True
+        else:
+            place, value = addresses.tobytes(), result.tobytes()
+            if self.loads.get(place) != value:
+                if len(self.loads) >= _REMEMBERED:
+                    self.loads.clear()
+                self.loads[place] = value
+                self.moved = True
         self.breathe()
 
     def stored(self) -> None:
         """A scheduling point after a store: what was seen before is no spin loop."""
         self.seen.clear()
+        self.loads.clear()
+        self.moved = True
         self.breathe()
+
+    def _new_state(self) -> bool:
+        """Whether the kernel's variables have values that they had at no suspension before."""
+        values: list[bytes] = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not Fibre._main.__code__:
+            ours = frame.f_globals.get("__name__", "").startswith(_NOT_KERNELS)
+            if not ours and not all(_add_state(v, values) for v in frame.f_locals.values()):
+                return True
+            frame = frame.f_back
+        if len(self.states) >= _STATES:
+            self.states.clear()
+        before = len(self.states)
+        self.states.add(hash(tuple(values)))
+        return len(self.states) > before
 
     def where(self) -> str:
         """The kernel's line at which it is suspended."""
@@ -113,7 +170,8 @@ class PreparedKernel:
         function: Callable[..., None],
         arguments: dict[str, Any],
         grid: tuple[int, ...],
-        keep: Any,
+        given: dict[str, Any],
+        launched: str = "",
     ):
         if not 1 <= len(grid) <= 3 or any(int(n) != n or n < 0 for n in grid):
             raise InvalidArgument(f"{name}: the grid must be 1 to 3 counts >= 0, got {grid}")
@@ -123,7 +181,17 @@ class PreparedKernel:
         self.grid = tuple(int(n) for n in grid) + (1,) * (3 - len(grid))
         self.programs = self.grid[0] * self.grid[1] * self.grid[2]
         self.filename = inspect.unwrap(function).__code__.co_filename
-        self.keep = keep
+        self.given = given  # the caller's arguments
+        self.launched = launched  # where, "file:line"
+
+    def name_of(self, address: int) -> str:
+        """What the caller passed at an address: "argument 'x'", or the address."""
+        for name, value in _flat("", self.given):
+            # data_ptr() of tdx's own arrays would note a launch
+            start = value._address if hasattr(value, "_address") else value.data_ptr()
+            if start <= address < start + max(1, getattr(value, "nbytes", 1)):
+                return f"argument {name!r}"
+        return f"address {address:#x}"
 
     def indices(self) -> Iterator[tuple[int, int, int]]:
         for z in range(self.grid[2]):
@@ -143,6 +211,7 @@ class KernelRun:
         self.started = 0
         self.live: list[Fibre] = []
         self.done = False
+        self.checks: Checks | None = None  # set once accesses have to be checked
 
     def step(self, device: Device) -> bool:
         moved = False
@@ -219,12 +288,49 @@ class KernelRun:
         ]
 
 
+def _add_state(value: Any, to: list[bytes], depth: int = 0) -> bool:
+    """Append what there is to a variable's value; False for a kind of which that is not known."""
+    value = getattr(getattr(value, "handle", value), "data", value)  # of a tensor
+    if isinstance(value, np.ndarray):
+        to.append(value.tobytes())
+    elif isinstance(value, _PLAIN):
+        to.append(repr(value).encode())
+    elif isinstance(value, _FIXED) or hasattr(value, "__wrapped__"):  # a kernel's function
+        to.append(repr(id(value)).encode())
+    elif depth == _NESTED or len(to) > _PARTS:
+        return False
+    else:
+        if isinstance(value, dict):
+            items = [*value.keys(), *value.values()]
+        elif isinstance(value, (tuple, list)):
+            items = list(value)
+        elif hasattr(value, "__dict__"):  # constexpr, Triton's tuple, an aggregate
+            items = list(vars(value).values())
+        else:
+            return False
+        to.append(f"{type(value).__name__} of {len(items)}".encode())
+        return all(_add_state(item, to, depth + 1) for item in items)
+    return True
+
+
+def _flat(prefix: str, values: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what has an address among launch arguments, also inside of tuples."""
+    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+        name = f"{prefix}[{key}]" if prefix else str(key)
+        if hasattr(value, "_fields"):
+            yield from _flat("", {f"{name}.{k}": v for k, v in value._asdict().items()})
+        elif isinstance(value, tuple):
+            yield from _flat(name, value)
+        elif hasattr(value, "data_ptr"):
+            yield name, value
+
+
 def _failure(fibre: Fibre, error: Exception) -> DriverError:
     """The error of a program, with the kernel's own source line."""
     frames = traceback.extract_tb(error.__traceback__)
     mine = [f for f in frames if f.filename == fibre.run.prepared.filename]
     place = f" at {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
     return DriverError(
-        f"kernel {fibre.run.prepared.name}, program {fibre.index}: "
+        f"rank {fibre.run.device.rank}: kernel {fibre.run.prepared.name}, program {fibre.index}: "
         f"{type(error).__name__}: {error}{place}"
     )

@@ -1,0 +1,51 @@
+"""What counts as a number in an argument: Python's, NumPy's, and all that behave like them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from numbers import Real
+from typing import Any
+
+from .errors import InvalidArgument
+
+__all__ = ["as_float", "as_int", "check_int", "make_ints"]
+
+
+def as_int(value: Any) -> int | None:
+    """`value` as an int; None if it is a bool or no integer."""
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's own, by its name before 2.0
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_float(value: Any) -> float | None:
+    """`value` as a float (inf beyond all floats); None if it is a bool or no real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_int(value: Any, what: str, least: int, most: int | None = None) -> int:
+    """`value` as an int from `least` to `most`; InvalidArgument."""
+    whole = as_int(value)
+    if whole is None or whole < least or (most is not None and whole > most):
+        limit = f">= {least}" if most is None else f"from {least} to {most}"
+        raise InvalidArgument(f"{what}={value!r} must be an int {limit}")
+    return whole
+
+
+def make_ints(settings: Any, *names: str) -> None:
+    """Make the named fields of a frozen dataclass ints; InvalidArgument."""
+    for name in names:
+        value = getattr(settings, name)
+        whole = as_int(value)
+        if whole is None:
+            raise InvalidArgument(f"{name}={value!r} must be an int")
+        object.__setattr__(settings, name, whole)

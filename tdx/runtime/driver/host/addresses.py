@@ -1,0 +1,268 @@
+"""Which addresses kernels may use on the host tier, and where a peer's copy of one is.
+
+A wrong address would end the process with a signal. `distance` cannot refuse at once, because a
+mask may forbid what it leads to, or arithmetic lead back from beyond an end of the heap: from a
+wrong pointer or peer it leads to where no memory can be, and the accesses are looked at.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from tdx import abi
+from tdx.runtime.errors import InvalidArgument
+
+__all__ = ["Addresses", "Checks", "HandleView"]
+
+_WILD = 1 << 62  # addresses from here on stand for refusals, whose number is in the bits from 48 on
+_NUMBER = 48
+_MOST = 1 << 13
+_BLOCKS = 64  # of wrong peers that a launch remembers
+_Reason = tuple[int, int | None]  # a wrong peer and None, or a peer and the pointer without a copy
+
+
+class HandleView(NamedTuple):
+    """What a kernel's `world` says: see tdx/abi.py."""
+
+    control: int
+    packed: int
+    stride: int
+    is_team: bool
+
+    @property
+    def me(self) -> int:
+        return self.packed >> abi.PACK_RANK_SHIFT & abi.PACK_FIELD_MASK
+
+    @property
+    def size(self) -> int:
+        return self.packed >> abi.PACK_SIZE_SHIFT & abi.PACK_FIELD_MASK
+
+    def ranks(self) -> list[int] | range:
+        """The world rank of each."""
+        if not self.is_team:
+            return range(self.size)
+        row = abi.CONTROL_TABLE + (self.packed >> abi.PACK_TEAM_SHIFT) * abi.MAX_RANKS
+        return list((ctypes.c_int64 * self.size).from_address(self.control + 8 * row))
+
+
+class Addresses:
+    """The reserved windows of a process and the memory that is mapped there.
+
+    The host's thread notes changes, the device's thread asks.
+    """
+
+    def __init__(self) -> None:
+        self._windows: dict[int, int] = {}  # base -> bytes
+        self._mapped: dict[int, int] = {}  # address -> bytes
+        self._ranges: tuple[list[int], list[int]] = ([], [])  # of mapped bytes: starts, ends
+        self._arrays = np.empty(0, np.int64), np.empty(0, np.int64)  # the same
+        self._refusals: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    # ---- for the driver
+    def reserved(self, base: int, nbytes: int) -> None:
+        self._windows[base] = nbytes
+
+    def released(self, base: int) -> None:
+        self._windows.pop(base, None)
+
+    def mapped(self, address: int, nbytes: int) -> None:
+        self._mapped[address] = nbytes
+        self._merge()
+
+    def unmapped(self, address: int) -> None:
+        self._mapped.pop(address, None)
+        self._merge()
+
+    def _merge(self) -> None:
+        starts: list[int] = []
+        ends: list[int] = []
+        for address, nbytes in sorted(self._mapped.items()):
+            if ends and ends[-1] == address:
+                ends[-1] += nbytes
+            else:
+                starts.append(address)
+                ends.append(address + nbytes)
+        self._ranges = starts, ends
+        self._arrays = np.array(starts, np.int64), np.array(ends, np.int64)
+
+    # ---- for device code
+    def hold(self, addresses: np.ndarray) -> bool:
+        """Whether memory is mapped at all of the addresses."""
+        if self.together(int(addresses.min()), int(addresses.max())):
+            return True
+        return bool(self._held(addresses.astype(np.int64)).all())
+
+    def together(self, low: int, high: int) -> bool:
+        """Whether memory is mapped at these two addresses and between them."""
+        starts, ends = self._ranges
+        index = bisect.bisect(starts, low) - 1
+        return index >= 0 and high < ends[index]
+
+    def lost(self, addresses: np.ndarray) -> np.ndarray:
+        """Where in a window, but no memory is mapped there."""
+        inside = np.zeros(addresses.shape, bool)
+        for base, nbytes in list(self._windows.items()):
+            inside |= (addresses >= base) & (addresses < base + nbytes)
+        return inside & ~self._held(addresses)
+
+    def distance(
+        self,
+        pointers: np.ndarray,
+        peers: np.ndarray,
+        handle: HandleView,
+        checks: Callable[[], Checks],
+    ) -> np.ndarray:
+        """Bytes from pointers into the own heap to `peers`' copies.
+
+        One number if one does for all, else as many as pointers and peers broadcast to. `checks`
+        is called where accesses have to be looked at, as some of the pointers must not be used.
+        """
+        me, size, ranks = handle.me, handle.size, handle.ranks()
+        single = peers.size == 1
+        if single:
+            peer = int(peers.flat[0])
+            if not 0 <= peer < size:
+                return np.array([checks().refuse(peer, None, handle)])
+            step = (ranks[peer] - ranks[me]) * handle.stride
+            low, high = self._bounds(pointers)
+            there = self.together(low, high) and self.together(low + step, high + step)
+            if there and (step == 0 or self._owner(low, handle.stride) == ranks[me]):
+                return np.array([step])
+        at, peers = np.broadcast_arrays(pointers.astype(np.int64), peers)
+        known = (peers >= 0) & (peers < size)
+        owners = np.array(ranks, np.int64)[np.where(known, peers, me)]
+        steps = (owners - ranks[me]) * handle.stride
+        owned = self._owned(at, ranks[me], handle.stride)
+        if (known & owned & self._held(at) & self._held(at + steps)).all():
+            return steps
+        lost = self.lost(at) | self.lost(at + steps)
+        strange = known & (steps != 0) & ~owned
+        if not known.all():
+            steps[~known] = checks().refuse_peers(peers[~known], handle)
+        if strange.any():
+            address, peer = int(at[strange][0]), int(peers[strange][0])
+            steps[strange] = checks().refuse(peer, address, handle)
+        elif lost.any():
+            checks().handle = handle
+        return steps.ravel()[:1] if single and not (steps != steps.flat[0]).any() else steps
+
+    @staticmethod
+    def _bounds(pointers: np.ndarray) -> tuple[int, int]:
+        if pointers.size == 1:
+            return (one := int(pointers.flat[0])), one
+        return int(pointers.min()), int(pointers.max())
+
+    def _owner(self, address: int, stride: int) -> int:
+        """The rank in whose part of a window an address is, or -1."""
+        for base, nbytes in list(self._windows.items()):
+            if base <= address < base + nbytes:
+                return (address - base) // stride
+        return -1
+
+    def _owned(self, addresses: np.ndarray, rank: int, stride: int) -> np.ndarray:
+        """Where in `rank`'s part of a window the addresses are."""
+        found = np.zeros(addresses.shape, bool)
+        for base in list(self._windows):
+            found |= (addresses - base) // stride == rank
+        return found
+
+    def _held(self, addresses: np.ndarray) -> np.ndarray:
+        starts, ends = self._arrays
+        if not starts.size:
+            return np.zeros(addresses.shape, bool)
+        index = np.searchsorted(starts, addresses, side="right") - 1
+        return (index >= 0) & (addresses < ends[index])
+
+    # ---- for refusals
+    def no_copy(self, address: int, handle: HandleView, name: Callable[[int], str]) -> str:
+        """Why nothing can be had at an address of which some rank has no memory."""
+        rank = handle.ranks()[handle.me]
+        owner = self._owner(address, handle.stride)
+        own = address + (rank - owner) * handle.stride
+        who = f"peer {list(handle.ranks()).index(owner)}" if owner in handle.ranks() else "nobody"
+        if self.together(own, own):
+            text = f"{name(own)}: it was made for a team without that rank"
+        else:
+            text = f"{name(own)}, which is {self._side(own)} of the symmetric heap"
+        return f"{who} has no copy of {text}" if owner != rank else f"the access is to {text}"
+
+    def not_own(self, address: int, handle: HandleView, name: str) -> str:
+        """What is wrong with a pointer that is not into the own heap."""
+        owner = self._owner(address, handle.stride)
+        if owner >= 0:
+            return (
+                f"{name}, which is in the heap of rank {owner} already: pass the own array, "
+                f"not its view by peer({owner})"
+            )
+        return (
+            f"{name}, which is not in the symmetric heap: make it by world.empty, zeros or array, "
+            "without symmetric=False"
+        )
+
+    def _side(self, address: int) -> str:
+        starts, ends = self._ranges
+        index = bisect.bisect(starts, address)
+        before = address - ends[index - 1] if index else _WILD
+        after = starts[index] - address if index < len(starts) else _WILD
+        return "behind the end" if before <= after else "before the beginning"
+
+
+class Checks:
+    """What is wrong with pointers of one launch, told once one of them is used."""
+
+    def __init__(self, addresses: Addresses, handle: HandleView, name: Callable[[int], str]):
+        self._addresses = addresses
+        self.handle = handle  # the last by which there may be a wrong pointer
+        self._name = name
+        self._numbers: dict[tuple[_Reason, HandleView], int] = {}
+        self._blocks: dict[tuple[bytes, HandleView], np.ndarray] = {}
+
+    def refuse(self, peer: int, pointer: int | None, handle: HandleView) -> int:
+        """A distance that leads to no memory: of a wrong peer, or of a pointer without a copy."""
+        key = (peer, pointer), handle
+        number = self._numbers.get(key)
+        if number is None:
+            number = min(len(self._numbers), _MOST)  # numbers are few
+            if number < _MOST:
+                self._numbers[key] = number
+        return _WILD + (number << _NUMBER)
+
+    def refuse_peers(self, peers: np.ndarray, handle: HandleView) -> np.ndarray:
+        """`refuse` of wrong peers, remembered because a loop meets the same ones again."""
+        key = peers.tobytes(), handle
+        if key not in self._blocks:
+            if len(self._blocks) >= _BLOCKS:
+                self._blocks.clear()
+            numbers = [self.refuse(peer, None, handle) for peer in peers.tolist()]
+            self._blocks[key] = np.array(numbers)
+        return self._blocks[key]
+
+    def check(self, addresses: np.ndarray, mask: np.ndarray) -> None:
+        """Raise InvalidArgument where an active address is one that must not be used."""
+        addresses, mask = np.broadcast_arrays(addresses, mask)
+        used = addresses[mask != 0].astype(np.int64)
+        if not used.size or self._addresses.together(int(used.min()), int(used.max())):
+            return
+        wild = used >= _WILD
+        if wild.any():
+            raise InvalidArgument(self._text(int(used[wild][0]) - _WILD >> _NUMBER))
+        lost = self._addresses.lost(used)
+        if lost.any():
+            address = int(used[lost][0])
+            raise InvalidArgument(self._addresses.no_copy(address, self.handle, self._name))
+
+    def _text(self, number: int) -> str:
+        if number >= len(self._numbers):
+            return "the peer or the pointer is wrong"
+        (peer, pointer), handle = list(self._numbers)[number]
+        if pointer is None:
+            limit = f"0..{handle.size - 1}: the handle is of {handle.size} ranks"
+            return f"peer {peer} is outside {limit}"
+        reason = self._addresses.not_own(pointer, handle, self._name(pointer))
+        return f"peer {peer} has no copy of {reason}"
