@@ -75,7 +75,11 @@ class Faults:
         self._executor = getattr(driver, "executor", None)  # of the host tier: knows who waits
         if self._executor is not None:
             here = weakref.proxy(world)  # which owns the driver
-            self._executor.introduce(world.rank, lambda address: here.signal_site(address)[2])
+            self._executor.introduce(
+                world.rank,
+                lambda address: here.signal_site(address)[2],
+                weakref.proxy(world.window),
+            )
         self.first: TdxError | None = None
         self.raised: TdxError | None = None  # the fault, once a caller has been told
         self.abort = False  # end the process when a peer is lost

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from bisect import bisect_left
+from bisect import bisect, bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -67,12 +67,16 @@ class Heap:
         Bytes available now, and how far `extend` may grow them; rounded down to the alignment.
     alignment : int
         Power of two; offsets and block sizes are multiples of it.
+    gap : int
+        Bytes behind each block that stay unused.
 
     All methods may be called from any thread. `drop` may also be called from finalizers, which
     can run in the middle of any other method: it takes no lock.
     """
 
-    def __init__(self, capacity_bytes: int, limit_bytes: int, alignment: int = ALIGNMENT):
+    def __init__(
+        self, capacity_bytes: int, limit_bytes: int, alignment: int = ALIGNMENT, gap: int = 0
+    ):
         if alignment < 1 or alignment & (alignment - 1):
             raise InvalidArgument(f"alignment must be a power of two, got {alignment}")
         if not 0 <= capacity_bytes <= limit_bytes:
@@ -80,11 +84,13 @@ class Heap:
                 f"heap capacity must be in 0..{limit_bytes} bytes (its limit), got {capacity_bytes}"
             )
         self.alignment = alignment
+        self._gap = gap
         self._capacity = capacity_bytes // alignment * alignment
         self._limit = limit_bytes // alignment * alignment
         self._starts = [0] if self._capacity else []  # free blocks, ascending; sizes in parallel
         self._sizes = [self._capacity] if self._capacity else []
-        self._live: dict[int, int] = {}
+        self._live: dict[int, tuple[int, int]] = {}  # offset -> bytes taken and asked for
+        self._order: list[int] = []  # of the live offsets
         self._freed: set[int] = set()  # freed offsets at which no new block begins
         self._dropped: set[int] = set()
         self._marks: deque[int] = deque()  # dropped, not yet looked at
@@ -114,7 +120,8 @@ class Heap:
             else:
                 self._starts[i] += size
                 self._sizes[i] -= size
-            self._live[offset] = size
+            self._live[offset] = size, nbytes
+            insort(self._order, offset)
             self._freed.discard(offset)
             self._record(f"allocate({nbytes}) -> {offset}")
             return offset
@@ -141,7 +148,7 @@ class Heap:
             for offset in agreed:
                 if offset not in self._dropped:
                     raise InvalidArgument(f"the block at offset {offset} is in use on this rank")
-            gained = sum(self._live[offset] for offset in agreed)
+            gained = sum(self._live[offset][0] for offset in agreed)
             for offset in agreed:
                 self._release(offset)
             if agreed:
@@ -204,9 +211,9 @@ class Heap:
 
     @property
     def largest_free(self) -> int:
-        """Bytes in the largest free block."""
+        """Bytes of the largest array that has room."""
         with self._lock:
-            return max(self._sizes, default=0)
+            return self._largest()
 
     @property
     def digest(self) -> bytes:
@@ -223,18 +230,31 @@ class Heap:
     def blocks(self) -> dict[int, int]:
         """Offset -> bytes of every allocated block."""
         with self._lock:
-            return dict(self._live)
+            return {offset: size for offset, (size, _) in self._live.items()}
+
+    def block_at(self, offset: int) -> tuple[int, int] | None:
+        """(first byte, bytes asked for) of the allocated block that an offset is in."""
+        with self._lock:
+            index = bisect(self._order, offset) - 1
+            if index < 0:
+                return None
+            start = self._order[index]
+            nbytes = self._live[start][1]
+            return (start, nbytes) if offset < start + nbytes else None
 
     # -- inside
 
+    def _largest(self) -> int:
+        return max(max(self._sizes, default=0) - self._gap, 0)
+
     def _rounded(self, nbytes: int) -> int:
-        return max(-(-nbytes // self.alignment), 1) * self.alignment
+        return max(-(-(nbytes + self._gap) // self.alignment), 1) * self.alignment
 
     def _full(self, requested: int, size: int) -> HeapFull:
         last = 0  # the free block at the end grows with the heap
         if self._starts and self._starts[-1] + self._sizes[-1] == self._capacity:
             last = self._sizes[-1]
-        return HeapFull(requested, sum(self._sizes), max(self._sizes, default=0), size - last)
+        return HeapFull(requested, sum(self._sizes), self._largest(), size - last)
 
     def _check_live(self, offset: int) -> None:
         if offset in self._live:
@@ -244,7 +264,8 @@ class Heap:
         raise InvalidArgument(f"no block begins at offset {offset} of the heap")
 
     def _release(self, offset: int) -> None:
-        self._insert(offset, self._live.pop(offset))
+        self._insert(offset, self._live.pop(offset)[0])
+        del self._order[bisect_left(self._order, offset)]
         self._dropped.discard(offset)
         self._freed.add(offset)
 

@@ -52,6 +52,7 @@ class Window:
         self.stride = driver.default_stride()
         self.base = 0
         self._mappings: list[tuple[int, int]] = []  # (address, bytes)
+        self.regions: list[Region] = []
 
         def reserve() -> None:
             self.base = driver.addr_reserve(self.stride * size)
@@ -70,6 +71,22 @@ class Window:
         """(rank, offset) of an address inside the window, else None."""
         rank, offset = divmod(address - self.base, self.stride)
         return (rank, offset) if 0 <= rank < self.size else None
+
+    def block_at(self, address: int) -> tuple[int, int] | None:
+        """(address, bytes) of the array that an address in some rank's heap is in, else None.
+
+        Of registered memory the whole allocation.
+        """
+        place = self.rank_of(address)
+        if place is None:
+            return None
+        _, offset = place
+        for region in list(self.regions):
+            inside = offset - region.start
+            if 0 <= inside < region.heap.limit:
+                block = region.heap.block_at(inside)
+                return None if block is None else (address - inside + block[0], block[1])
+        return next((m for m in list(self._mappings) if 0 <= address - m[0] < m[1]), None)
 
     def granularity(self) -> int:
         return self.driver.granularity()
@@ -211,7 +228,8 @@ class Region:
         first_bytes = min(-(-first_bytes // granularity) * granularity, mapped_limit)
         window.map(start, first_bytes, f"{name} heap of {format_bytes(first_bytes)}", ranks)
         self._mapped = first_bytes
-        self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes)
+        self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes, gap=window.driver.gap)
+        window.regions.append(self)
         self._last: dict[int, list[int]] = {}  # dropped block -> streams of its last uses
         self.waits_first = False  # for queued work, before it grows
         self.remedy = "free arrays"

@@ -49,6 +49,31 @@ def test_freed_neighbours_merge():
     assert heap.allocate(1024) == 0
 
 
+def test_a_gap_lies_behind_each_block():
+    heap = Heap(2048, 4096, gap=256)
+    assert [heap.allocate(n) for n in (0, 256, 1)] == [0, 256, 768]
+    assert heap.largest_free == 2048 - 1280 - 256
+    with pytest.raises(HeapFull) as caught:
+        heap.allocate(heap.largest_free + 1)
+    heap.extend(caught.value.shortfall)
+    assert heap.allocate(513) == 1280
+    check_layout(heap)
+
+
+def test_the_block_that_an_offset_is_in():
+    heap = Heap(4096, 4096, gap=256)
+    offsets = [heap.allocate(n) for n in (300, 0, 256)]
+    assert offsets == [0, 768, 1024]
+    found = [heap.block_at(at) for at in (0, 299, 300, 768, 1023, 1024, 1279, 1280, 4000)]
+    assert found == [(0, 300), (0, 300), None, None, None, (1024, 256), (1024, 256), None, None]
+    heap.free(0)
+    assert heap.block_at(0) is None
+    heap.drop(1024)
+    assert heap.block_at(1024) == (1024, 256)
+    heap.reclaim([1024])
+    assert heap.block_at(1024) is None
+
+
 def test_full_heap_tells_by_how_much_to_grow():
     heap = Heap(1024, 4096)
     first = heap.allocate(512)

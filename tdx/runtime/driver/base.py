@@ -98,6 +98,7 @@ class Driver(Protocol):
 
     info: DeviceInfo
     here: Here
+    gap: int  # bytes to leave unused behind each array of a heap
 
     def close(self) -> None:
         """Wait for the device, then release everything the driver itself holds."""

@@ -27,6 +27,8 @@ _NON_BLOCKING = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
 class CudaDriver(CudaMemory):
     """One GPU. Any thread may call; streams of other libraries are fine as `stream`."""
 
+    gap = 0
+
     def __init__(self, local_rank: int, local_size: int):
         self._streams: set[int] = set()
         self._lasting = set(_DEFAULT_STREAMS)  # streams that are there until the driver is closed

@@ -20,6 +20,7 @@ from tdx.runtime.config import config
 from tdx.runtime.driver.base import Bound, Described, DeviceInfo
 from tdx.runtime.driver.host import interpreter
 from tdx.runtime.driver.host.addresses import Addresses
+from tdx.runtime.driver.host.bounds import Bounds
 from tdx.runtime.driver.host.device import Call, Device
 from tdx.runtime.driver.host.executor import HostExecutor
 from tdx.runtime.driver.host.kernel import KernelRun, PreparedKernel
@@ -36,6 +37,8 @@ _ALIGNMENT = 256
 
 class HostDriver(HostMemory):
     """The verbs of driver/base.py on the host tier. One is open at a time in a process."""
+
+    gap = 256  # an access that runs over the end of an array meets no other
 
     def __init__(self, local_rank: int, local_size: int):
         self.info = DeviceInfo(
@@ -108,6 +111,7 @@ class HostDriver(HostMemory):
             ) from None
         address = -(-ctypes.addressof(block) // _ALIGNMENT) * _ALIGNMENT
         self._local[address] = block
+        self.addresses.local.add(address, nbytes, block)
         return address
 
     def free(self, address: int, stream: int, others: Sequence[int] = ()) -> None:
@@ -271,7 +275,13 @@ class HostDriver(HostMemory):
                 f" for, {resident} are resident at once; launch at most that many"
             )
         device = self.device
-        device.enqueue(self.current_stream(), lambda: KernelRun(device, prepared, resident))
+        executor, addresses = self.executor, self.addresses
+
+        def run() -> KernelRun:
+            bounds = Bounds(addresses, executor.heaps, prepared.given)
+            return KernelRun(device, prepared, resident, bounds)
+
+        device.enqueue(self.current_stream(), run)
 
 
 class _BoundKernel:

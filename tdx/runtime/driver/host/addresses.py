@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tdx import abi
 from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["Addresses", "Checks", "HandleView"]
+__all__ = ["Addresses", "Checks", "HandleView", "LocalMemory"]
 
 _WILD = 1 << 62  # addresses from here on stand for refusals, whose number is in the bits from 48 on
 _NUMBER = 48
@@ -50,6 +53,40 @@ class HandleView(NamedTuple):
         return list((ctypes.c_int64 * self.size).from_address(self.control + 8 * row))
 
 
+class LocalMemory:
+    """Allocations of this process alone. Any thread makes them, finalizers end them."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+        self._gone: deque[int] = deque()  # ended, not yet taken out
+        self._lock = threading.Lock()
+
+    def add(self, address: int, nbytes: int, owner: Any) -> None:
+        """Memory that is there as long as `owner`."""
+        with self._lock:
+            self._drain()
+            bisect.insort(self._starts, address)
+            self._sizes[address] = nbytes
+        weakref.finalize(owner, self._gone.append, address).atexit = False
+
+    def block_at(self, address: int) -> tuple[int, int] | None:
+        """(address, bytes) of the allocation that an address is in."""
+        with self._lock:
+            self._drain()
+            index = bisect.bisect(self._starts, address) - 1
+            if index < 0:
+                return None
+            start = self._starts[index]
+            nbytes = self._sizes[start]
+            return (start, nbytes) if address < start + nbytes else None
+
+    def _drain(self) -> None:
+        while self._gone:
+            address = self._gone.popleft()
+            del self._sizes[address], self._starts[bisect.bisect_left(self._starts, address)]
+
+
 class Addresses:
     """The reserved windows of a process and the memory that is mapped there.
 
@@ -57,12 +94,11 @@ class Addresses:
     """
 
     def __init__(self) -> None:
+        self.local = LocalMemory()
         self._windows: dict[int, int] = {}  # base -> bytes
         self._mapped: dict[int, int] = {}  # address -> bytes
         self._ranges: tuple[list[int], list[int]] = ([], [])  # of mapped bytes: starts, ends
         self._arrays = np.empty(0, np.int64), np.empty(0, np.int64)  # the same
-        self._refusals: list[str] = []
-        self._numbers: dict[str, int] = {}
 
     # ---- for the driver
     def reserved(self, base: int, nbytes: int) -> None:
@@ -106,10 +142,7 @@ class Addresses:
 
     def lost(self, addresses: np.ndarray) -> np.ndarray:
         """Where in a window, but no memory is mapped there."""
-        inside = np.zeros(addresses.shape, bool)
-        for base, nbytes in list(self._windows.items()):
-            inside |= (addresses >= base) & (addresses < base + nbytes)
-        return inside & ~self._held(addresses)
+        return self.in_windows(addresses) & ~self._held(addresses)
 
     def distance(
         self,
@@ -178,6 +211,13 @@ class Addresses:
             return np.zeros(addresses.shape, bool)
         index = np.searchsorted(starts, addresses, side="right") - 1
         return (index >= 0) & (addresses < ends[index])
+
+    def in_windows(self, addresses: np.ndarray) -> np.ndarray:
+        """Which of the addresses are reserved for heaps."""
+        inside = np.zeros(addresses.shape, bool)
+        for base, nbytes in list(self._windows.items()):
+            inside |= (addresses >= base) & (addresses < base + nbytes)
+        return inside
 
     # ---- for refusals
     def no_copy(self, address: int, handle: HandleView, name: Callable[[int], str]) -> str:

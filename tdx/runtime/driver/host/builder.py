@@ -139,7 +139,7 @@ class HostBuilder(interpreter.InterpreterBuilder):
 
     # ---- scheduling points
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
-        self._check(ptrs, mask)
+        self._check(ptrs, "load from", mask)
         result = super().create_masked_load(ptrs, mask, other, *rest, **named)
         volatile = rest[-1] if rest else named.get("is_volatile")
         fibre = self.device.running if self.device is not None else None
@@ -150,7 +150,7 @@ class HostBuilder(interpreter.InterpreterBuilder):
         return result
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        self._check(ptrs, mask)
+        self._check(ptrs, "store to", mask)
         result = super().create_masked_store(ptrs, value, mask, *rest)
         fibre = self.device.running if self.device is not None else None
         if fibre is not None:
@@ -158,7 +158,7 @@ class HostBuilder(interpreter.InterpreterBuilder):
         return result
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> TensorHandle:
-        self._check(ptr)
+        self._check(ptr, "atomic access to")
         result = super().create_atomic_cas(ptr, cmp, val, sem, scope)
         self._observe(ptr, result)
         return result
@@ -166,7 +166,7 @@ class HostBuilder(interpreter.InterpreterBuilder):
     def create_atomic_rmw(
         self, rmw_op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
     ) -> TensorHandle:
-        self._check(ptr, mask)
+        self._check(ptr, "atomic access to", mask)
         if rmw_op == ir.ATOMIC_OP.FADD and val.data.itemsize == 2:
             result = self._add_16_bit(ptr, val, mask, sem)
         else:
@@ -177,7 +177,7 @@ class HostBuilder(interpreter.InterpreterBuilder):
     def create_atomic_poll(
         self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any
     ) -> TensorHandle:
-        self._check(ptr)
+        self._check(ptr, "atomic access to")
         start = time.perf_counter_ns()
         limit = None if timeout_ns is None else int(np.asarray(timeout_ns.data).reshape(-1)[0])
         mask = TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1)
@@ -217,11 +217,16 @@ class HostBuilder(interpreter.InterpreterBuilder):
             old[i] = seen[0]
         return TensorHandle(_as(old, dtype).reshape(shape), dtype)
 
-    def _check(self, ptr: TensorHandle, mask: TensorHandle | None = None) -> None:
-        """Refuse to use what `tdl.symm_at` made of a wrong pointer or peer."""
+    def _check(self, ptr: TensorHandle, access: str, mask: TensorHandle | None = None) -> None:
+        """Refuse to use wrong pointers: such as `tdl.symm_at` makes, and beyond all arrays."""
         fibre = self.device.running if self.device is not None else None
-        if fibre is not None and fibre.run.checks is not None:
-            fibre.run.checks.check(ptr.data, np.True_ if mask is None else mask.data)
+        if fibre is None:
+            return
+        active = np.True_ if mask is None else mask.data
+        if fibre.run.checks is not None:
+            fibre.run.checks.check(ptr.data, active)
+        element: Any = ptr.get_element_ty()
+        fibre.run.bounds.check(ptr.data, active, max(element.primitive_bitwidth // 8, 1), access)
 
     def _observe(self, ptr: TensorHandle, result: TensorHandle) -> None:
         fibre = self.device.running if self.device is not None else None

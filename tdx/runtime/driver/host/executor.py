@@ -16,6 +16,7 @@ from triton._C.libtriton import interpreter as native
 
 from tdx import abi
 from tdx.runtime.driver.host.addresses import Addresses, Checks, HandleView
+from tdx.runtime.driver.host.bounds import Heaps
 from tdx.runtime.driver.host.device import Device
 from tdx.runtime.errors import InvalidArgument
 
@@ -37,11 +38,12 @@ class HostExecutor:
         self.launched = ""  # where it was launched, "file:line"
         self.signal = ""  # and for which signal: the array may be gone when somebody asks
         self.name: Callable[[int], str] = hex  # of the signal at an address
+        self.heaps: Heaps | None = None
 
-    def introduce(self, rank: int, name: Callable[[int], str]) -> None:
-        """This process's rank, and what tells the name of the signal at an address."""
+    def introduce(self, rank: int, name: Callable[[int], str], heaps: Heaps) -> None:
+        """This process's rank, what tells the name of the signal at an address, and the heaps."""
         self._device.rank = rank
-        self.name = name
+        self.name, self.heaps = name, heaps
         self.waiting, self.kernel, self.launched, self.signal = [], "", "", ""
 
     def wait(
@@ -166,8 +168,10 @@ class HostExecutor:
 
     def _check(self, signals: np.ndarray) -> None:
         """Raise InvalidArgument for signals that no peer could set."""
-        if signals.size and not self._addresses.hold(signals):
-            run = self._device.running.run
+        if not signals.size:
+            return
+        run = self._device.running.run
+        if not self._addresses.hold(signals):
             if run.checks is not None:
                 run.checks.check(signals, np.True_)
             name = run.prepared.name_of(int(signals.flat[0]))
@@ -175,6 +179,7 @@ class HostExecutor:
                 f"the wait is for {name}, which is not in the symmetric heap, so that no peer "
                 "sets it: make it by world.zeros, without symmetric=False"
             )
+        run.bounds.check(signals, np.True_, 4, "wait for")
 
     @staticmethod
     def _acquire(addresses: np.ndarray) -> None:

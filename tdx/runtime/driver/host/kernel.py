@@ -23,6 +23,7 @@ import greenlet
 import numpy as np
 
 from tdx.runtime.driver.host.addresses import Checks
+from tdx.runtime.driver.host.bounds import Bounds, address_of, flat
 from tdx.runtime.driver.host.device import Device
 from tdx.runtime.errors import DriverError, InvalidArgument
 
@@ -186,9 +187,8 @@ class PreparedKernel:
 
     def name_of(self, address: int) -> str:
         """What the caller passed at an address: "argument 'x'", or the address."""
-        for name, value in _flat("", self.given):
-            # data_ptr() of tdx's own arrays would note a launch
-            start = value._address if hasattr(value, "_address") else value.data_ptr()
+        for name, value in flat("", self.given):
+            start = address_of(value)
             if start <= address < start + max(1, getattr(value, "nbytes", 1)):
                 return f"argument {name!r}"
         return f"address {address:#x}"
@@ -203,7 +203,7 @@ class PreparedKernel:
 class KernelRun:
     """One launch of a prepared kernel: an operation of a stream."""
 
-    def __init__(self, device: Device, prepared: PreparedKernel, resident: int):
+    def __init__(self, device: Device, prepared: PreparedKernel, resident: int, bounds: Bounds):
         self.device = device
         self.prepared = prepared
         self.resident = resident
@@ -211,7 +211,8 @@ class KernelRun:
         self.started = 0
         self.live: list[Fibre] = []
         self.done = False
-        self.checks: Checks | None = None  # set once accesses have to be checked
+        self.bounds = bounds
+        self.checks: Checks | None = None  # set once there are pointers that must not be used
 
     def step(self, device: Device) -> bool:
         moved = False
@@ -311,18 +312,6 @@ def _add_state(value: Any, to: list[bytes], depth: int = 0) -> bool:
         to.append(f"{type(value).__name__} of {len(items)}".encode())
         return all(_add_state(item, to, depth + 1) for item in items)
     return True
-
-
-def _flat(prefix: str, values: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what has an address among launch arguments, also inside of tuples."""
-    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        name = f"{prefix}[{key}]" if prefix else str(key)
-        if hasattr(value, "_fields"):
-            yield from _flat("", {f"{name}.{k}": v for k, v in value._asdict().items()})
-        elif isinstance(value, tuple):
-            yield from _flat(name, value)
-        elif hasattr(value, "data_ptr"):
-            yield name, value
 
 
 def _failure(fibre: Fibre, error: Exception) -> DriverError:
