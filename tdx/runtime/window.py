@@ -73,18 +73,18 @@ class Window:
         return (rank, offset) if 0 <= rank < self.size else None
 
     def block_at(self, address: int) -> tuple[int, int] | None:
-        """(address, bytes) of the array that an address in some rank's heap is in, else None.
+        """(address, bytes) of the array of which some rank's copy is at an address, or None.
 
         Of registered memory the whole allocation.
         """
         place = self.rank_of(address)
         if place is None:
             return None
-        _, offset = place
+        rank, offset = place
         for region in list(self.regions):
             inside = offset - region.start
             if 0 <= inside < region.heap.limit:
-                block = region.heap.block_at(inside)
+                block = region.heap.block_at(inside) if rank in region.ranks else None
                 return None if block is None else (address - inside + block[0], block[1])
         return next((m for m in list(self._mappings) if 0 <= address - m[0] < m[1]), None)
 

@@ -174,7 +174,8 @@ def case_a_peer_outside_of_a_team(world):
         refused(world, r"peer 2 is outside 0\.\.1: the handle is of 2 ranks")
         channel = world.channel(1, team=team)
         channel_kernel[(1,)](x, channel, world.handle, VERB="barrier")
-        refused(world, r"peer 1 has no copy of .*: it was made for a team without that rank")
+        why = {0: "of rank 1: it was made for a team without that rank", 2: "of rank 0, whose"}
+        refused(world, rf"element [0-9]* of argument 'channel.words' {why[world.rank]}")
     world.barrier()
 
 
@@ -225,10 +226,10 @@ def case_pointers_beside_the_heap_used_within(comm, backend):
         assert (found[64:] == np.arange(64) + 1000 * peer).all()
     if backend == "host":
         for peer in range(world.size):
-            who = "the access is to" if peer == world.rank else f"peer {peer} has no copy of"
-            for step, side in ((-1, "before the beginning"), (x.size, "behind the end")):
+            copy = "" if peer == world.rank else f" of rank {peer}"
+            for step in (-1, x.size):
                 beyond_kernel[(1,)](x, own, world.handle, step, peer)
-                refused(world, f"{who} address 0x[0-9a-f]*, which is {side} of the symmetric heap")
+                refused(world, f"load from element {step} of argument 'x'{copy}, whose memory")
     world.barrier()
     world.close()
 
@@ -302,9 +303,9 @@ def case_addresses_beyond_the_heap(world):
     beyond = x.__class__(world, x._block, x._address + (1 << 34), (64,), (4,), x.dtype)
     for verb in ("put", "notify"):
         use_kernel[(1,)](beyond, x, beyond, 0, world.handle, VERB=verb)
-        refused(world, "behind the end of the symmetric heap")
+        refused(world, "the kernel was given no memory there")
     use_kernel[(1,)](x, x, beyond, 0, world.handle, VERB="wait")
-    refused(world, "argument 'signal', which is not in the symmetric heap")
+    refused(world, "wait for address 0x[0-9a-f]*: the kernel was given no memory there")
     words_kernel[(1,)](world.zeros(8, "int64", symmetric=False), 0, world.handle)
     refused(world, "argument 'words', which is not in the symmetric heap")
     world.barrier()

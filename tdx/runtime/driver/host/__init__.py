@@ -90,14 +90,6 @@ class HostDriver(HostMemory):
         self.addresses.released(address)
         super().addr_free(address, nbytes)
 
-    def mem_map(self, address: int, nbytes: int, handle: int) -> None:
-        super().mem_map(address, nbytes, handle)
-        self.addresses.mapped(address, nbytes)
-
-    def mem_unmap(self, address: int, nbytes: int) -> None:
-        self.addresses.unmapped(address)
-        super().mem_unmap(address, nbytes)
-
     # ---- local memory and copies
     def alloc(self, nbytes: int, stream: int) -> int:
         limit = self.info.memory_bytes

@@ -88,7 +88,7 @@ class LocalMemory:
 
 
 class Addresses:
-    """The reserved windows of a process and the memory that is mapped there.
+    """The reserved windows of a process, and its local memory.
 
     The host's thread notes changes, the device's thread asks.
     """
@@ -96,9 +96,6 @@ class Addresses:
     def __init__(self) -> None:
         self.local = LocalMemory()
         self._windows: dict[int, int] = {}  # base -> bytes
-        self._mapped: dict[int, int] = {}  # address -> bytes
-        self._ranges: tuple[list[int], list[int]] = ([], [])  # of mapped bytes: starts, ends
-        self._arrays = np.empty(0, np.int64), np.empty(0, np.int64)  # the same
 
     # ---- for the driver
     def reserved(self, base: int, nbytes: int) -> None:
@@ -107,42 +104,13 @@ class Addresses:
     def released(self, base: int) -> None:
         self._windows.pop(base, None)
 
-    def mapped(self, address: int, nbytes: int) -> None:
-        self._mapped[address] = nbytes
-        self._merge()
-
-    def unmapped(self, address: int) -> None:
-        self._mapped.pop(address, None)
-        self._merge()
-
-    def _merge(self) -> None:
-        starts: list[int] = []
-        ends: list[int] = []
-        for address, nbytes in sorted(self._mapped.items()):
-            if ends and ends[-1] == address:
-                ends[-1] += nbytes
-            else:
-                starts.append(address)
-                ends.append(address + nbytes)
-        self._ranges = starts, ends
-        self._arrays = np.array(starts, np.int64), np.array(ends, np.int64)
-
     # ---- for device code
-    def hold(self, addresses: np.ndarray) -> bool:
-        """Whether memory is mapped at all of the addresses."""
-        if self.together(int(addresses.min()), int(addresses.max())):
-            return True
-        return bool(self._held(addresses.astype(np.int64)).all())
-
-    def together(self, low: int, high: int) -> bool:
-        """Whether memory is mapped at these two addresses and between them."""
-        starts, ends = self._ranges
-        index = bisect.bisect(starts, low) - 1
-        return index >= 0 and high < ends[index]
-
-    def lost(self, addresses: np.ndarray) -> np.ndarray:
-        """Where in a window, but no memory is mapped there."""
-        return self.in_windows(addresses) & ~self._held(addresses)
+    def in_windows(self, addresses: np.ndarray) -> np.ndarray:
+        """Which of the addresses are reserved for heaps."""
+        inside = np.zeros(addresses.shape, bool)
+        for base, nbytes in list(self._windows.items()):
+            inside |= (addresses >= base) & (addresses < base + nbytes)
+        return inside
 
     def distance(
         self,
@@ -154,7 +122,7 @@ class Addresses:
         """Bytes from pointers into the own heap to `peers`' copies.
 
         One number if one does for all, else as many as pointers and peers broadcast to. `checks`
-        is called where accesses have to be looked at, as some of the pointers must not be used.
+        is called where some of the pointers must not be used.
         """
         me, size, ranks = handle.me, handle.size, handle.ranks()
         single = peers.size == 1
@@ -163,40 +131,19 @@ class Addresses:
             if not 0 <= peer < size:
                 return np.array([checks().refuse(peer, None, handle)])
             step = (ranks[peer] - ranks[me]) * handle.stride
-            low, high = self._bounds(pointers)
-            there = self.together(low, high) and self.together(low + step, high + step)
-            if there and (step == 0 or self._owner(low, handle.stride) == ranks[me]):
+            if step == 0 or self._owned(pointers.astype(np.int64), ranks[me], handle.stride).all():
                 return np.array([step])
         at, peers = np.broadcast_arrays(pointers.astype(np.int64), peers)
         known = (peers >= 0) & (peers < size)
         owners = np.array(ranks, np.int64)[np.where(known, peers, me)]
         steps = (owners - ranks[me]) * handle.stride
-        owned = self._owned(at, ranks[me], handle.stride)
-        if (known & owned & self._held(at) & self._held(at + steps)).all():
-            return steps
-        lost = self.lost(at) | self.lost(at + steps)
-        strange = known & (steps != 0) & ~owned
+        strange = known & (steps != 0) & ~self._owned(at, ranks[me], handle.stride)
         if not known.all():
             steps[~known] = checks().refuse_peers(peers[~known], handle)
         if strange.any():
             address, peer = int(at[strange][0]), int(peers[strange][0])
             steps[strange] = checks().refuse(peer, address, handle)
-        elif lost.any():
-            checks().handle = handle
         return steps.ravel()[:1] if single and not (steps != steps.flat[0]).any() else steps
-
-    @staticmethod
-    def _bounds(pointers: np.ndarray) -> tuple[int, int]:
-        if pointers.size == 1:
-            return (one := int(pointers.flat[0])), one
-        return int(pointers.min()), int(pointers.max())
-
-    def _owner(self, address: int, stride: int) -> int:
-        """The rank in whose part of a window an address is, or -1."""
-        for base, nbytes in list(self._windows.items()):
-            if base <= address < base + nbytes:
-                return (address - base) // stride
-        return -1
 
     def _owned(self, addresses: np.ndarray, rank: int, stride: int) -> np.ndarray:
         """Where in `rank`'s part of a window the addresses are."""
@@ -205,60 +152,27 @@ class Addresses:
             found |= (addresses - base) // stride == rank
         return found
 
-    def _held(self, addresses: np.ndarray) -> np.ndarray:
-        starts, ends = self._arrays
-        if not starts.size:
-            return np.zeros(addresses.shape, bool)
-        index = np.searchsorted(starts, addresses, side="right") - 1
-        return (index >= 0) & (addresses < ends[index])
-
-    def in_windows(self, addresses: np.ndarray) -> np.ndarray:
-        """Which of the addresses are reserved for heaps."""
-        inside = np.zeros(addresses.shape, bool)
-        for base, nbytes in list(self._windows.items()):
-            inside |= (addresses >= base) & (addresses < base + nbytes)
-        return inside
-
     # ---- for refusals
-    def no_copy(self, address: int, handle: HandleView, name: Callable[[int], str]) -> str:
-        """Why nothing can be had at an address of which some rank has no memory."""
-        rank = handle.ranks()[handle.me]
-        owner = self._owner(address, handle.stride)
-        own = address + (rank - owner) * handle.stride
-        who = f"peer {list(handle.ranks()).index(owner)}" if owner in handle.ranks() else "nobody"
-        if self.together(own, own):
-            text = f"{name(own)}: it was made for a team without that rank"
-        else:
-            text = f"{name(own)}, which is {self._side(own)} of the symmetric heap"
-        return f"{who} has no copy of {text}" if owner != rank else f"the access is to {text}"
-
     def not_own(self, address: int, handle: HandleView, name: str) -> str:
         """What is wrong with a pointer that is not into the own heap."""
-        owner = self._owner(address, handle.stride)
-        if owner >= 0:
-            return (
-                f"{name}, which is in the heap of rank {owner} already: pass the own array, "
-                f"not its view by peer({owner})"
-            )
+        for base, nbytes in list(self._windows.items()):
+            if base <= address < base + nbytes:
+                owner = (address - base) // handle.stride
+                return (
+                    f"{name}, which is in the heap of rank {owner} already: pass the own array, "
+                    f"not its view by peer({owner})"
+                )
         return (
             f"{name}, which is not in the symmetric heap: make it by world.empty, zeros or array, "
             "without symmetric=False"
         )
 
-    def _side(self, address: int) -> str:
-        starts, ends = self._ranges
-        index = bisect.bisect(starts, address)
-        before = address - ends[index - 1] if index else _WILD
-        after = starts[index] - address if index < len(starts) else _WILD
-        return "behind the end" if before <= after else "before the beginning"
-
 
 class Checks:
     """What is wrong with pointers of one launch, told once one of them is used."""
 
-    def __init__(self, addresses: Addresses, handle: HandleView, name: Callable[[int], str]):
+    def __init__(self, addresses: Addresses, name: Callable[[int], str]):
         self._addresses = addresses
-        self.handle = handle  # the last by which there may be a wrong pointer
         self._name = name
         self._numbers: dict[tuple[_Reason, HandleView], int] = {}
         self._blocks: dict[tuple[bytes, HandleView], np.ndarray] = {}
@@ -285,17 +199,13 @@ class Checks:
 
     def check(self, addresses: np.ndarray, mask: np.ndarray) -> None:
         """Raise InvalidArgument where an active address is one that must not be used."""
+        if int(addresses.max()) < _WILD:
+            return
         addresses, mask = np.broadcast_arrays(addresses, mask)
         used = addresses[mask != 0].astype(np.int64)
-        if not used.size or self._addresses.together(int(used.min()), int(used.max())):
-            return
         wild = used >= _WILD
         if wild.any():
             raise InvalidArgument(self._text(int(used[wild][0]) - _WILD >> _NUMBER))
-        lost = self._addresses.lost(used)
-        if lost.any():
-            address = int(used[lost][0])
-            raise InvalidArgument(self._addresses.no_copy(address, self.handle, self._name))
 
     def _text(self, number: int) -> str:
         if number >= len(self._numbers):

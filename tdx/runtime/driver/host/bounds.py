@@ -108,13 +108,17 @@ class Bounds:
             low, high = span[0] - base, span[1] - base
             beyond = address - base - step
             distance = max(low - beyond, beyond + size - high)
-            if distance < nearest:
-                nearest = distance
-                item = getattr(value.dtype, "itemsize", size)
-                bytes_at = "" if size == item else f"{size} bytes at "
-                text = (
-                    f"{access} {bytes_at}element {beyond // item} of argument {name!r}{copy}, "
-                    f"whose memory has the elements {low // item}..{high // item - 1}: mask what "
+            if distance >= nearest:
+                continue
+            nearest = distance
+            item = getattr(value.dtype, "itemsize", size)
+            bytes_at = "" if size == item else f"{size} bytes at "
+            text = f"{access} {bytes_at}element {beyond // item} of argument {name!r}{copy}"
+            if distance <= 0:
+                text += ": it was made for a team without that rank"
+            else:
+                text += (
+                    f", whose memory has the elements {low // item}..{high // item - 1}: mask what "
                     "is outside, or make the array larger"
                 )
         return text

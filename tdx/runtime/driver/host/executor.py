@@ -161,7 +161,7 @@ class HostExecutor:
 
         def checks() -> Checks:
             if run.checks is None:
-                run.checks = Checks(self._addresses, view, run.prepared.name_of)
+                run.checks = Checks(self._addresses, run.prepared.name_of)
             return run.checks
 
         return self._addresses.distance(pointers, peers, view, checks)
@@ -171,9 +171,9 @@ class HostExecutor:
         if not signals.size:
             return
         run = self._device.running.run
-        if not self._addresses.hold(signals):
-            if run.checks is not None:
-                run.checks.check(signals, np.True_)
+        if run.checks is not None:
+            run.checks.check(signals, np.True_)
+        if not self._addresses.in_windows(signals.astype(np.int64)).all():
             name = run.prepared.name_of(int(signals.flat[0]))
             raise InvalidArgument(
                 f"the wait is for {name}, which is not in the symmetric heap, so that no peer "
