@@ -35,6 +35,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdx import abi
+from tdx.runtime.driver.host.addresses import HandleView
+from tdx.runtime.driver.host.bounds import address_of
 from tdx.runtime.driver.host.builder import HostBuilder, HostReduceOps, HostScanOps
 from tdx.runtime.driver.host.device import Device
 from tdx.runtime.driver.host.kernel import PreparedKernel
@@ -203,15 +205,27 @@ def _launch_options() -> frozenset[str]:
 
 
 def _check_channels(name: str, arguments: dict[str, Any], grid: tuple[Any, ...]) -> None:
-    """Raise InvalidArgument for more programs than a channel has blocks: each has words there."""
+    """Raise InvalidArgument for a channel of other ranks, or of fewer blocks than programs.
+
+    Each program has words there, for each of the ranks.
+    """
     for what, value in arguments.items():
-        if hasattr(value, "words") and hasattr(value, "packed"):
-            blocks = value.packed >> abi.CHANNEL_PACK_SHIFT
-            if all(hasattr(n, "__index__") for n in grid) and math.prod(grid) > blocks:
-                raise InvalidArgument(
-                    f"{name}: a grid of {math.prod(grid)} programs, and {what} is a channel for "
-                    f"{blocks}: launch no more, or make it with world.channel({math.prod(grid)})"
-                )
+        if not (hasattr(value, "words") and hasattr(value, "packed")):
+            continue
+        handles = {who: v for who, v in arguments.items() if hasattr(v, "is_team")}
+        groups = [list(HandleView(address_of(v[0]), *v[1:]).ranks()) for v in handles.values()]
+        ranks = list(value.words._block.ranks)
+        if groups and ranks not in groups:
+            raise InvalidArgument(
+                f"{name}: {what} is a channel of ranks {ranks}, and {next(iter(handles))} the "
+                f"handle of ranks {groups[0]}: pass that of the team that the channel is for"
+            )
+        blocks = value.packed >> abi.CHANNEL_PACK_SHIFT
+        if all(hasattr(n, "__index__") for n in grid) and math.prod(grid) > blocks:
+            raise InvalidArgument(
+                f"{name}: a grid of {math.prod(grid)} programs, and {what} is a channel for "
+                f"{blocks}: launch no more, or make it with world.channel({math.prod(grid)})"
+            )
 
 
 def prepare(
