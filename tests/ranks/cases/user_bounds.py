@@ -134,6 +134,15 @@ def case_beyond_a_peers_array(world):
 
 
 @worlds(1, 2)
+def case_beyond_a_matrix(world):
+    host_only(world)
+    y = world.zeros(64, "int32")
+    for shift, n, wrong in ((36, 1000, r"80, \[20, 0\]"), (-1, 1000, r"-1, \[-1, 3\]")):
+        use_kernel[(1,)](world.zeros((20, 4), "int32"), y, shift, n, VERB="load")
+        refused(world, rf"element {wrong} of shape \(20, 4\), of argument 'x', whose")
+
+
+@worlds(1, 2)
 def case_a_view_reaches_its_whole_array(world):
     x, y = world.array(np.arange(128, dtype=np.int32)), world.zeros(64, "int32")
     use_kernel[(1,)](x[64:], y, -64, 1000, VERB="load")

@@ -113,7 +113,11 @@ class Bounds:
             nearest = distance
             item = getattr(value.dtype, "itemsize", size)
             bytes_at = "" if size == item else f"{size} bytes at "
-            text = f"{access} {bytes_at}element {beyond // item} of argument {name!r}{copy}"
+            number = beyond // item
+            text = (
+                f"{access} {bytes_at}element {number}{_index(value, number)} of argument {name!r}"
+                f"{copy}"
+            )
             if distance <= 0:
                 text += ": it was made for a team without that rank"
             else:
@@ -131,6 +135,15 @@ class Bounds:
         if own is None or other is None or own[0] == other[0]:
             return 0, ""
         return address - other[1] - (base - own[1]), f" of rank {other[0]}"
+
+
+def _index(value: Any, number: int) -> str:
+    """Where an element of a matrix, or of more dimensions, would be."""
+    if getattr(value, "is_contiguous", None) is not True or value.ndim < 2 or not value.size:
+        return ""
+    row, rest = divmod(number, value.size // value.shape[0])
+    index = (row, *map(int, np.unravel_index(rest, value.shape[1:])))
+    return f", {list(index)} of shape {value.shape},"
 
 
 def address_of(value: Any) -> int:
