@@ -172,6 +172,12 @@ def case_memory_of_others(world):
     assert y.numpy().tolist() == list(range(136, 200))
     use_kernel[(1,)](Foreign(whole[:100]), y, 64, 128, VERB="load")
     refused(world, r"element 100 of argument 'x', whose memory has the elements 0\.\.99")
+    part = Foreign(whole[:100])
+    del part.nbytes  # then nobody knows where it ends
+    use_kernel[(1,)](part, y, 64, 128, VERB="load")
+    assert y.numpy().tolist() == list(range(64, 128))
+    use_kernel[(1,)](part, y[1:], 64, 128, VERB="load")
+    refused(world, r"store to element 63 of argument 'y', whose memory has the elements -1\.\.62")
 
 
 @worlds(2)

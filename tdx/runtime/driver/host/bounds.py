@@ -58,8 +58,11 @@ class Bounds:
         while left.size:
             address = int(left[0])
             span = self._span(address)
-            if span is None and self._unknown and not self._addresses.in_windows(left).any():
-                return
+            if span is None and self._unknown:
+                in_heaps = self._addresses.in_windows(left)
+                if not in_heaps[0]:
+                    left = left[in_heaps]
+                    continue
             if span is None or address > span[1] - size:
                 raise InvalidArgument(self._text(address, size, access))
             if len(self._spans) == _REMEMBERED:
