@@ -54,6 +54,7 @@ def init(
         None: the GPUs, if there are any that tdx has a driver for, else the host tier.
     heap_bytes : int, optional
         Hard cap of the symmetric user heap, in bytes. None: it grows up to the device's memory.
+        On the host tier each array takes 256 bytes more than it has.
     timeout_s : float
         Deadline of every wait, in seconds; 0: none.
     on_peer_failure : {"raise", "abort"}

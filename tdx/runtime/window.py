@@ -52,7 +52,8 @@ class Window:
         self.stride = driver.default_stride()
         self.base = 0
         self._mappings: list[tuple[int, int]] = []  # (address, bytes)
-        self.regions: list[Region] = []
+        # of the regions, which must not be held: first offset, allocator, ranks
+        self.heaps: list[tuple[int, Heap, Sequence[int]]] = []
 
         def reserve() -> None:
             self.base = driver.addr_reserve(self.stride * size)
@@ -81,10 +82,10 @@ class Window:
         if place is None:
             return None
         rank, offset = place
-        for region in list(self.regions):
-            inside = offset - region.start
-            if 0 <= inside < region.heap.limit:
-                block = region.heap.block_at(inside) if rank in region.ranks else None
+        for start, heap, ranks in list(self.heaps):
+            inside = offset - start
+            if 0 <= inside < heap.limit:
+                block = heap.block_at(inside) if rank in ranks else None
                 return None if block is None else (address - inside + block[0], block[1])
         return next((m for m in list(self._mappings) if 0 <= address - m[0] < m[1]), None)
 
@@ -229,7 +230,7 @@ class Region:
         window.map(start, first_bytes, f"{name} heap of {format_bytes(first_bytes)}", ranks)
         self._mapped = first_bytes
         self.heap = Heap(min(first_bytes, limit_bytes), limit_bytes, gap=window.driver.gap)
-        window.regions.append(self)
+        window.heaps.append((start, self.heap, ranks))
         self._last: dict[int, list[int]] = {}  # dropped block -> streams of its last uses
         self.waits_first = False  # for queued work, before it grows
         self.remedy = "free arrays"

@@ -11,6 +11,7 @@ import tdx
 from tdx.runtime.agreement import agree
 from tdx.runtime.driver.host import HostDriver
 from tdx.runtime.errors import Closed, CollectiveMismatch, HeapExhausted, InvalidArgument
+from tdx.runtime.heap import format_bytes
 from tests.helpers.cases import isolated, worlds
 
 MIB = 1 << 20
@@ -63,10 +64,12 @@ def case_dropped_memory_is_reused_before_the_heap_grows(comm, backend):
 @worlds(1, 2)
 def case_a_hard_cap(comm, backend):
     with tdx.init(comm, backend=backend, heap_bytes=MIB) as world:
-        x = world.empty(MIB // 2, "uint8", name="kept")
+        gap = world.driver.gap  # behind each array
+        x = world.empty(MIB // 2 - gap, "uint8", name="kept")
         said = (
-            r"user heap: 1 MiB requested for big, 512 KiB free of 1 MiB, the largest free run "
-            r"512 KiB, and it grows up to 1 MiB at most; free arrays, or pass a larger heap_bytes="
+            "user heap: 1 MiB requested for big, 512 KiB free of 1 MiB, the largest free run "
+            f"{format_bytes(MIB // 2 - gap)}, and it grows up to 1 MiB at most; free arrays, or "
+            "pass a larger heap_bytes="
         )
         with pytest.raises(HeapExhausted, match=said):
             world.empty(MIB, "uint8", name="big")
@@ -75,9 +78,9 @@ def case_a_hard_cap(comm, backend):
         with pytest.raises(HeapExhausted):
             world.empty(1 << 60, "uint8", symmetric=False)
         for _ in range(5):
-            world.zeros(MIB // 2, "uint8")
+            world.zeros(MIB // 2 - gap, "uint8")
         x.free()
-        assert world.zeros(MIB, "uint8").numpy().sum() == 0
+        assert world.zeros(MIB - gap, "uint8").numpy().sum() == 0
         world.barrier()
 
 
