@@ -12,8 +12,8 @@ import triton.language as tl
 
 import tdx
 import tdx.language as tdl
-from tdx.runtime.errors import DriverError
 from tests.helpers.cases import worlds
+from tests.helpers.mistakes import host_only, refused
 
 N = tl.constexpr(64)
 
@@ -65,18 +65,6 @@ class Foreign:
 
     def data_ptr(self) -> int:
         return self.values.ctypes.data
-
-
-def host_only(world) -> None:
-    if world.backend != "host":
-        pytest.skip("a GPU does not tell")
-
-
-def refused(world, text: str) -> None:
-    with pytest.raises(DriverError, match=text) as caught:
-        world.synchronize()
-    assert "user_bounds.py:" in str(caught.value)
-    world.synchronize()
 
 
 @worlds(1, 2)

@@ -10,8 +10,9 @@ import triton.language as tl
 import tdx
 import tdx.language as tdl
 from tdx.runtime.driver.host import executor
-from tdx.runtime.errors import DriverError, InvalidArgument
+from tdx.runtime.errors import InvalidArgument
 from tests.helpers.cases import isolated, worlds
+from tests.helpers.mistakes import host_only, refused
 
 N = tl.constexpr(64)
 
@@ -135,21 +136,6 @@ def channel_kernel(x, channel, world, VERB: tl.constexpr):
         tdl.grid_barrier(channel)
     else:
         tl.store(x, tdl.epoch(channel))
-
-
-def host_only(world) -> None:
-    if world.backend != "host":
-        pytest.skip("a GPU runs into the mistake")
-
-
-def refused(world, text: str) -> None:
-    """Only the kernel failed: with the rank and `text`, and the world goes on."""
-    with pytest.raises(DriverError, match=text) as caught:
-        world.synchronize()
-    assert f"rank {world.rank}: kernel " in str(caught.value)
-    assert "user_mistakes.py:" in str(caught.value)
-    x = world.array(np.arange(4), symmetric=False)
-    assert (x.numpy() == np.arange(4)).all()
 
 
 @worlds(1, 2, 3)

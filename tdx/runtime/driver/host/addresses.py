@@ -1,8 +1,7 @@
 """Which addresses kernels may use on the host tier, and where a peer's copy of one is.
 
-A wrong address would end the process with a signal. `distance` cannot refuse at once, because a
-mask may forbid what it leads to, or arithmetic lead back from beyond an end of the heap: from a
-wrong pointer or peer it leads to where no memory can be, and the accesses are looked at.
+`distance` cannot refuse at once, because a mask may forbid what it leads to: from a wrong pointer
+or peer it leads to where no memory can be, and `Checks` says why when that is used.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class HostExecutor:
         peers: np.ndarray,
     ) -> tuple[np.ndarray, bool]:
         """Wait until the high half of every unmasked 64-bit word is `flag`; the low halves."""
-        self._check(addresses[mask])
+        self._check(addresses[mask], 8)
         nothing = np.zeros(addresses.shape, np.uint64)
         words = nothing
         expected = np.uint32(flag & 0xFFFFFFFF)
@@ -166,8 +166,8 @@ class HostExecutor:
 
         return self._addresses.distance(pointers, peers, view, checks)
 
-    def _check(self, signals: np.ndarray) -> None:
-        """Raise InvalidArgument for signals that no peer could set."""
+    def _check(self, signals: np.ndarray, size: int = 4) -> None:
+        """Raise InvalidArgument for signals, of `size` bytes, that no peer could set."""
         if not signals.size:
             return
         run = self._device.running.run
@@ -179,7 +179,7 @@ class HostExecutor:
                 f"the wait is for {name}, which is not in the symmetric heap, so that no peer "
                 "sets it: make it by world.zeros, without symmetric=False"
             )
-        run.bounds.check(signals, np.True_, 4, "wait for")
+        run.bounds.check(signals, np.True_, size, "wait for")
 
     @staticmethod
     def _acquire(addresses: np.ndarray) -> None:
