@@ -20,6 +20,7 @@ COLUMNS = (
     "bytes", "memory", "nccl", "torch_one_shot", "torch_two_shot", *ALGORITHMS, "chosen", "floor",
     "ratio", "% of floor",
 )  # fmt: skip
+_OWN = COLUMNS[3:5]  # work on memory of their own
 _LIMITS = {"low_latency": 1 << 20, "low_latency_two_shot": LOW_LATENCY_BYTES, "one_shot": 4 << 20}
 _SIZES = tuple(1 << n for n in range(10, 29, 2))
 
@@ -35,10 +36,14 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
         peers = bench.peers.all_reduce(values[world.rank])
         expected = np.sum([v.astype(np.float32) for v in values], axis=0).astype(bench.dtype)
         for memory in ("symmetric", "foreign"):
-            # foreign: as from another framework, with a result that is not the plan's buffer
+            # foreign: as from another framework, with a result that is not the plan's buffer; of
+            # the peers NCCL alone takes that
+            others = (
+                peers if memory == "symmetric" else {k: peers[k] for k in peers if k not in _OWN}
+            )
             x = world.array(values[world.rank], symmetric=memory == "symmetric")
             out = None if memory == "symmetric" else world.empty(numel, x.dtype, symmetric=False)
-            row: dict[str, Any] = {"bytes": nbytes, "memory": memory, **peers}
+            row: dict[str, Any] = {"bytes": nbytes, "memory": memory, **others}
             make = partial(tdx.AllReduce, world, numel, bench.dtype, buffer=out is None)
             for algorithm in (*ALGORITHMS, None):
                 if nbytes > _LIMITS.get(algorithm or "", nbytes):

@@ -282,7 +282,7 @@ class Broadcast(Plan):
         ranks, backend = self.group.size, self.world.backend
         if ranks == 1:
             return
-        whole, usual = aligned(self._nbytes), broadcast_round_bytes(backend, self._nbytes)
+        whole, usual = aligned(self._nbytes), broadcast_round_bytes(backend, self._nbytes, ranks)
         lanes = self._lanes = 1 if whole <= usual else 2
         self._lane = aligned(-(-whole // lanes))
         self._round = min(whole, usual) // lanes

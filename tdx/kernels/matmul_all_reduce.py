@@ -206,11 +206,16 @@ class MatmulAllReduce(ReducedProduct):
             "one_shot": (size - 1) * count * partial,
             "two_shot": (size - 1) * count * (partial + result) / size,
         }
+        limits = constants(backend)
         if algorithm is None:
-            algorithm = "one_shot" if size == 1 else cheapest(backend, sent)
+            fits = config is None or config.block_m <= limits.gathered_rows
+            if size > 1 and fits and count * partial // size >= limits.summed_bytes:
+                algorithm = "copy_engine"
+            else:
+                algorithm = "one_shot" if size == 1 else cheapest(backend, sent)
         self.same_tile = algorithm in sent
         if algorithm == "copy_engine":
-            check_fused(config, algorithm, constants(backend).gathered_rows)
+            check_fused(config, algorithm, limits.gathered_rows)
             return fused_tile(self, config, -(-self._rows // size), passes=2), algorithm
         if self.same_tile:
             check_fused(config, algorithm)

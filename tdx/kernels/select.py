@@ -85,6 +85,8 @@ class Constants:
     scattered_rows, gathered_rows : int
         Rows that a rank sends to a peer at a time beside a matmul, of partial sums and of finished
         ones: powers of two, not less than the rows of any tile.
+    summed_bytes : int
+        Bytes of a rank's rows of a product from which copy engines move what is to be summed.
     """
 
     low_latency_bytes_per_block: int
@@ -104,6 +106,7 @@ class Constants:
     unfused: tuple[tuple[int, int], ...]
     scattered_rows: int
     gathered_rows: int
+    summed_bytes: int
 
 
 _NEVER = 1 << 62
@@ -114,7 +117,7 @@ _CUDA = Constants(
     tile=(128, 128, 128), described_columns=256, tile_times=_TILE_TIMES, tile_us=5.5, stages=6,
     matmul_blocks=1 << 10, push_blocks=16, chunks_per_rank=8, engine_bytes=2 << 20, engine_us=12,
     link_bytes_per_us=350e3, unfused=((128, _NEVER), (256, 12 << 20)), scattered_rows=1 << 10,
-    gathered_rows=1 << 9,
+    gathered_rows=1 << 9, summed_bytes=16 << 20,
 )  # fmt: skip
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
@@ -123,6 +126,7 @@ CONSTANTS: dict[str, Constants] = {
         tile=(256, 256, 1024), described_columns=256, tile_times={}, tile_us=0, stages=1,
         matmul_blocks=2, push_blocks=1, chunks_per_rank=1, engine_bytes=_NEVER, engine_us=0,
         link_bytes_per_us=1, unfused=(), scattered_rows=1 << 20, gathered_rows=1 << 20,
+        summed_bytes=_NEVER,
     ),
     "cuda": _CUDA,
     "hip": replace(_CUDA, described_columns=128, stages=2),
@@ -150,12 +154,12 @@ class Cost:
     bytes_per_us: float
 
 
-# Of 4 x H200 with NVLink (18 links each) in a graph, bfloat16; of 4 ranks on 2 cores.
+# Of 2 and 4 x H200 with NVLink (18 links each) in a graph, bfloat16; of 4 ranks on 2 cores.
 _H200 = {
-    "low_latency": Cost(2.4, 320e3),
-    "low_latency_two_shot": Cost(4.5, 320e3),
-    "one_shot": Cost(6.5, 270e3),
-    "two_shot": Cost(7.4, 360e3),
+    "low_latency": Cost(2.4, 290e3),
+    "low_latency_two_shot": Cost(3.2, 320e3),
+    "one_shot": Cost(5.7, 295e3),
+    "two_shot": Cost(9.0, 364e3),
     "push": Cost(5.0, 350e3),
 }
 COSTS: dict[str, dict[str, Cost]] = {
@@ -183,8 +187,9 @@ class Movement:
 
     Attributes
     ----------
-    low_latency_bytes : int
-        Largest block for one rank that travels as words of data and flag.
+    low_latency_bytes, low_latency_broadcast : int
+        Most bytes that a rank sends, a root, as words of data and flag (of which it sends twice as
+        many).
     gather : str
         All-gather algorithm of larger sizes.
     copy_engine_bytes : int
@@ -200,6 +205,7 @@ class Movement:
     """
 
     low_latency_bytes: int
+    low_latency_broadcast: int
     gather: str
     copy_engine_bytes: int
     push_shapes: tuple[tuple[int, int, int], ...]
@@ -207,13 +213,13 @@ class Movement:
     broadcast_rounds: tuple[int, int] = (64 << 10, 16 << 20)
 
 
-# measured on four H200: small blocks until all multiprocessors have one, then large ones
+# measured on two and four H200: small blocks until all multiprocessors have one, then large ones
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
 MOVEMENT: dict[str, Movement] = {
-    "host": Movement(16 << 10, "pull", _NEVER, (), 16 << 20),
-    "cuda": Movement(256 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20),
-    "hip": Movement(256 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20),
+    "host": Movement(48 << 10, 48 << 10, "pull", _NEVER, (), 16 << 20),
+    "cuda": Movement(768 << 10, 1536 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20),
+    "hip": Movement(768 << 10, 1536 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20),
 }
 
 
@@ -327,7 +333,9 @@ def push_tile(backend: str, nbytes: int, warps: int, width: int) -> dict[str, in
 
 def movement_algorithm(backend: str, nbytes: int, ranks: int, large: str) -> str:
     """How blocks of `nbytes` go from rank to rank: "low_latency", or else `large`."""
-    small = nbytes <= MOVEMENT[backend].low_latency_bytes
+    limits = MOVEMENT[backend]
+    most = limits.low_latency_broadcast if large == "scatter" else limits.low_latency_bytes
+    small = (ranks - 1) * nbytes <= most
     return "low_latency" if small and takes_low_latency(nbytes, ranks) else large
 
 
@@ -370,13 +378,16 @@ def engines_us(backend: str, nbytes: int) -> float:
     return limits.engine_us + nbytes / limits.link_bytes_per_us
 
 
-def broadcast_round_bytes(backend: str, nbytes: int) -> int:
+def broadcast_round_bytes(backend: str, nbytes: int, ranks: int) -> int:
     """Bytes of a round of a pipelined broadcast, a power of two.
 
+    One peer passes nothing on: as few rounds as can be. Several:
     Rounds of c bytes take (nbytes / c + 1) * (c / bandwidth + signal) altogether, if nothing hides
     the signals, which is least at c = sqrt(nbytes * signal * bandwidth).
     """
     fewest, most = MOVEMENT[backend].broadcast_rounds
+    if ranks == 2:
+        return most
     best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes)
     return min(most, max(fewest, power_of_two(best)))
 

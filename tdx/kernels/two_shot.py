@@ -13,9 +13,10 @@ The wire carries results in the output's type, rounded once. With a bias or resi
 rank adds for itself, they travel in the accumulator's type and are rounded at their destination.
 
 Results land in the plan's own symmetric buffer (WHOLE), or in slots, from where the same kernel
-copies them to their destination step by step. A peer may write results of step t once it has this
-rank's signal that it pushed step t. By then the rank has copied the results of step t - 3 and of
-all steps before, so that as many slots are enough as for the pushes.
+copies them to their destination step by step, those of a step while it pushes the third step after
+it, so that stores to peers and local ones hide each other. A peer may write results of step t once
+it has this rank's signal that it pushed step t. By then the rank has copied the results of step
+t - 3 and of all steps before, so that as many slots are enough as for the pushes.
 """
 
 from __future__ import annotations
@@ -55,23 +56,35 @@ _SIZES = ["numel", "columns", "shard_vectors", "step_vectors", "steps", "root"]
 
 @triton.jit
 def _reduce_at(
-    own, slot, size, mine, theirs, at, mask, world,
-    OP: tl.constexpr, RANKS: tl.constexpr, ROOTED: tl.constexpr,
+    own, slot, size, mine, theirs, out, bias, residual, begin, at, mask, columns, takes, world,
+    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
+    KEPT: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Reduce the elements `at` and store the results at the first destinations."""
-    total = sum_of_ranks(own, slot, size, at, mask, world, OP, RANKS)
-    value = mean(total, tdl.num_ranks(world), OP).to(mine.dtype.element_ty)
+    ranks = tdl.num_ranks(world)
+    total = mean(sum_of_ranks(own, slot, size, at, mask, world, OP, RANKS), ranks, OP)
+    value = total.to(mine.dtype.element_ty)
     tl.store(theirs + at, value, mask=mask)
-    if not ROOTED:
+    if KEPT:
         tl.store(mine + at, value, mask=mask)
+    if COPY:  # noqa: SIM102  # this alone is known to the compiler
+        if takes:
+            finish(
+                total, out, bias, residual, begin + at, mask, columns, ranks,
+                "sum", HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
 
 
 @triton.jit
 def _reduce_step(
-    own, slot, size, mine, count, root, world,
-    OP: tl.constexpr, RANKS: tl.constexpr, ROOTED: tl.constexpr, BLOCK: tl.constexpr,
+    own, slot, size, mine, out, bias, residual, begin, count, columns, takes, root, world,
+    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
+    WHOLE: tl.constexpr, COPY: tl.constexpr, ROOTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce a step of the own shard and push the results, the first hop while reducing."""
+    """Reduce a step of the own shard, for `out` from element `begin` on, and push the results, the
+    first hop while reducing.
+    """
+    KEPT: tl.constexpr = not ROOTED and (WHOLE or RANKS > 2)
     index = tl.program_id(0)
     parts = tl.num_programs(0)
     me = tdl.rank(world)
@@ -82,10 +95,16 @@ def _reduce_step(
     whole = count // BLOCK
     for block in range(index, whole, parts):
         at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        _reduce_at(own, slot, size, mine, theirs, at, None, world, OP, RANKS, ROOTED)
+        _reduce_at(
+            own, slot, size, mine, theirs, out, bias, residual, begin, at, None, columns, takes,
+            world, OP, HAS_BIAS, HAS_RESIDUAL, RANKS, KEPT, COPY,
+        )  # fmt: skip
     if (whole * BLOCK < count) & (whole % parts == index):
         at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        _reduce_at(own, slot, size, mine, theirs, at, at < count, world, OP, RANKS, ROOTED)
+        _reduce_at(
+            own, slot, size, mine, theirs, out, bias, residual, begin, at, at < count, columns,
+            takes, world, OP, HAS_BIAS, HAS_RESIDUAL, RANKS, KEPT, COPY,
+        )  # fmt: skip
     if not ROOTED:
         program_barrier()  # what is pushed on was stored by other threads
         for hop in range(2, RANKS):
@@ -95,44 +114,65 @@ def _reduce_step(
 
 
 @triton.jit
-def _finish_part(
-    results, out, bias, residual, begin, count, columns, world,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+def _finish_at(
+    results, out, bias, residual, begin, at, mask, columns, world,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Bring `count` results to their destination, element `begin` and on of `out`."""
-    parts = tl.num_programs(0)
-    ranks = tdl.num_ranks(world)
-    whole = count // BLOCK
-    for block in range(tl.program_id(0), whole, parts):
-        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        finish(
-            widen(tl.load(results + at)), out, bias, residual, begin + at, None, columns, ranks,
-            "sum", HAS_BIAS, HAS_RESIDUAL,
-        )  # fmt: skip
-    if (whole * BLOCK < count) & (whole % parts == tl.program_id(0)):
-        at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        finish(
-            widen(tl.load(results + at, mask=at < count)), out, bias, residual, begin + at,
-            at < count, columns, ranks, "sum", HAS_BIAS, HAS_RESIDUAL,
-        )  # fmt: skip
+    """Bring the results `at` to their destination, `begin` elements behind the start of `out`."""
+    finish(
+        widen(tl.load(results + at, mask=mask)), out, bias, residual, begin + at, mask, columns,
+        tdl.num_ranks(world), "sum", HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
 
 
 @triton.jit
-def _finish_step(
-    results, out, bias, residual, world, ok, numel, columns, shard, size, begin, turn,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _push_and_finish(
+    x, slot, results, out, bias, residual, world, numel, columns, shard, size, begin, turn, takes,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Bring the results of all shards from element `begin` on to `out`."""
-    if ok:
-        for hop in range(0, RANKS):
-            peer = (tdl.rank(world).to(tl.int64) + hop) % RANKS
-            count = part_length(peer, shard, numel, begin, size)
-            to = peer * shard + begin
-            source = results + (to if WHOLE else turn + peer * size)
-            _finish_part(
-                source, out, bias, residual, to, count, columns, world,
-                HAS_BIAS, HAS_RESIDUAL, BLOCK,
+    """`push_step` from element `begin` of each shard on, and if the rank `takes` any, the peers'
+    results of three steps before, which are in slot `turn`.
+    """
+    index = tl.program_id(0)
+    parts = tl.num_programs(0)
+    me = tdl.rank(world)
+    ranks = tdl.num_ranks(world)
+    home = begin - 3 * size
+    for hop in range(1, ranks):
+        peer = (me + hop) % ranks
+        to = tdl.symm_at(slot + me * size, peer, world)
+        source = x + peer * shard + begin
+        found = results + (peer * shard + home if WHOLE else turn + peer * size)
+        first = peer * shard + home
+        count = part_length(peer, shard, numel, begin, size)
+        finished = tl.where(takes, part_length(peer, shard, numel, home, size), 0)
+        both = tl.where(count == finished, count, 0)
+        whole = both // BLOCK
+        for block in range(index, whole, parts):
+            at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(source + at)
+            result = widen(tl.load(found + at))
+            tl.store(to + at, value)
+            finish(
+                result, out, bias, residual, first + at, None, columns, ranks,
+                "sum", HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
+        if both == 0:
+            copy_share(to, source, count, index, parts, BLOCK)
+            whole = finished // BLOCK
+            for block in range(index, whole, parts):
+                at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+                _finish_at(
+                    found, out, bias, residual, first, at, None, columns, world,
+                    HAS_BIAS, HAS_RESIDUAL,
+                )  # fmt: skip
+        if (whole * BLOCK < finished) & (whole % parts == index):
+            at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            if both > 0:
+                tl.store(to + at, tl.load(source + at, mask=at < count), mask=at < count)
+            _finish_at(
+                found, out, bias, residual, first, at, at < finished, columns, world,
+                HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
 
 
@@ -144,7 +184,7 @@ def two_shot_kernel(
     SLOTS: tl.constexpr, WHOLE: tl.constexpr, COPY: tl.constexpr, ROOTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push step s, reduce step s - 1, bring home the results of step s - 2, for all steps.
+    """Push step s, and bring home the peers' results of step s - 3; reduce step s - 1.
 
     `signals` holds 2 * RANKS words for each block: who has pushed its part of which step, and who
     has reduced it. WHOLE: `results` is the whole array, else slots. COPY: `out` is another place
@@ -153,16 +193,27 @@ def two_shot_kernel(
     shard = tl.cast(shard_vectors, tl.int64) * _VECTOR
     size = tl.cast(step_vectors, tl.int64) * _VECTOR
     me = tdl.rank(world).to(tl.int64)
+    member = (me == root) if ROOTED else me >= 0  # does this rank get results?
     pushed = signals + tl.program_id(0) * (2 * RANKS)
     reduced = pushed + RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
     ok = (steps > 0) & tdl.no_fault(world)
-    for s in range(0, steps + 2):
+    for s in range(0, steps + (3 if COPY else 1)):
         now = first + s
+        slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
+        if COPY:
+            takes = member & (s >= 3)
+            if takes:
+                ok = tdl.wait_all(reduced, RANKS, world, now - 2) & ok
+            if ok & (takes | (s < steps)):
+                turn = ((now - 3) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                _push_and_finish(
+                    x, slot, results, out, bias, residual, world, numel, columns, shard, size,
+                    s * size, turn, takes, HAS_BIAS, HAS_RESIDUAL, WHOLE, BLOCK,
+                )  # fmt: skip
+        elif ok & (s < steps):
+            push_step(x, slot, world, numel, shard, s * size, size, BLOCK)
         if s < steps:
-            if ok:
-                slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
-                push_step(x, slot, world, numel, shard, s * size, size, BLOCK)
             notify_ranks(pushed, world, now + 1, ok)
         if (s >= 1) & (s <= steps):
             turn = ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
@@ -173,24 +224,16 @@ def two_shot_kernel(
                 mine = results + (me * shard + begin if WHOLE else turn + me * size)
                 count = part_length(me, shard, numel, begin, size)
                 _reduce_step(
-                    own, staging + turn, size, mine, count, root, world, OP, RANKS, ROOTED, BLOCK
-                )
+                    own, staging + turn, size, mine, out, bias, residual, me * shard + begin,
+                    count, columns, member, root, world, OP, HAS_BIAS, HAS_RESIDUAL, RANKS,
+                    WHOLE, COPY, ROOTED, BLOCK,
+                )  # fmt: skip
             if ROOTED:
                 tdl.notify(reduced + me, root, world, now, when=ok)
             else:
                 notify_ranks(reduced, world, now, ok)
-        takes = (s >= 2) if COPY else (s > steps)
-        if ROOTED:
-            takes = takes & (me == root)
-        if takes:
-            turn = ((now - 2) & (SLOTS - 1)).to(tl.int64) * RANKS * size
-            begin = (s - 2) * size
-            ok = tdl.wait_all(reduced, RANKS, world, now - 1) & ok
-            if COPY:
-                _finish_step(
-                    results, out, bias, residual, world, ok, numel, columns, shard, size, begin,
-                    turn, HAS_BIAS, HAS_RESIDUAL, RANKS, WHOLE, BLOCK,
-                )  # fmt: skip
+    if not COPY:
+        tdl.wait_all(reduced, RANKS, world, first + steps)
 
 
 @triton.jit(do_not_specialize=["numel", "columns", "shard_vectors"])

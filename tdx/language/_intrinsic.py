@@ -107,6 +107,13 @@ def as_tensor(value, _semantic=None):
 
 
 @intrinsic
+def multiple_of_16(value, _semantic=None):
+    """`value`, a scalar or a block of any rank, which the compiler may take to be one."""
+    sixteens = [core.constexpr(16)] * max(1, len(value.shape))
+    return core.multiple_of(value, sixteens, _semantic=_semantic)
+
+
+@intrinsic
 def check_signal(pointer, _semantic=None):
     """Reject pointers to anything but 32-bit integers."""
     element_bytes(pointer)

@@ -19,6 +19,7 @@ from tdx.language._intrinsic import (
     device_call,
     is_floating,
     is_host,
+    multiple_of_16,
 )
 
 _FIELD = tl.constexpr(abi.PACK_FIELD_MASK)
@@ -89,10 +90,10 @@ def symm_at(ptr, peer, world):
     """
     check_handle(world)
     size: tl.constexpr = bytes_per_element(ptr)
-    if is_host():  # and no multiple_of, which blocks of two dimensions would not take
+    if is_host():
         result = ptr + host.distance(ptr, peer, world) // size
     else:
-        result = ptr + tl.multiple_of(heap_distance(peer, world) // size, 16)
+        result = ptr + multiple_of_16(heap_distance(peer, world) // size)
     return result
 
 

@@ -143,6 +143,8 @@ def k_constants(x, out, words, signal, channel, world, BLOCK: tl.constexpr):
     value = tdl.consume_token(value, there)
     data = tdl.consume_token(tl.load(x + lanes), ok)
     tl.store(tdl.symm_at(out, 0, world) + lanes, data + value, mask=ok)
+    tile = tdl.symm_at(out + tl.arange(0, 2)[:, None], ranks[None, :], world)
+    tl.store(tile, 0, mask=ok & (ranks < 3)[None, :])
     tdl.put_signal(out, x, 100, signal, 1, 0, world, when=False)
     tdl.broadcast(out, x, BLOCK, 0, world)
     tdl.notify(signal, 0, world)

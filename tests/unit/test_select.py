@@ -69,10 +69,12 @@ def test_moved_blocks_are_the_same_bytes_whatever_the_words(backend, nbytes):
 
 @pytest.mark.parametrize("backend", ["cuda", "hip"])
 def test_movement_by_size(backend):
-    small, large = MOVEMENT[backend].low_latency_bytes, MOVEMENT[backend].copy_engine_bytes
+    small, large = MOVEMENT[backend].low_latency_bytes // 7, MOVEMENT[backend].copy_engine_bytes
     assert movement_algorithm(backend, small, 8, "push") == "low_latency"
     assert movement_algorithm(backend, small + 1, 8, "push") == "push"
-    assert movement_algorithm(backend, small, 17, "scatter") == "scatter"
+    assert movement_algorithm(backend, 7 * small, 2, "push") == "low_latency"
+    assert movement_algorithm(backend, 7 * small + 7, 2, "push") == "push"
+    assert movement_algorithm(backend, 8, 17, "scatter") == "scatter"
     assert gather_algorithm(backend, small, 8, True) == "low_latency"
     assert gather_algorithm(backend, large - 1, 8, True) == "push"
     assert gather_algorithm(backend, large, 8, True) == "copy_engine"
@@ -82,11 +84,12 @@ def test_movement_by_size(backend):
 @pytest.mark.parametrize("backend", MOVEMENT)
 def test_rounds_of_a_broadcast_grow_with_the_root_of_the_size(backend):
     fewest, most = MOVEMENT[backend].broadcast_rounds
-    rounds = [broadcast_round_bytes(backend, 1 << shift) for shift in range(0, 40)]
+    rounds = [broadcast_round_bytes(backend, 1 << shift, 3) for shift in range(0, 40)]
     assert rounds == sorted(rounds)
     assert (rounds[0], rounds[-1]) == (fewest, most)
     assert all(size == power_of_two(size) for size in rounds)
-    assert broadcast_round_bytes("cuda", 64 << 20) == 8 << 20
+    assert broadcast_round_bytes("cuda", 64 << 20, 4) == 8 << 20
+    assert broadcast_round_bytes("cuda", 1 << 20, 2) == most
 
 
 @pytest.mark.parametrize("backend", CONSTANTS)

@@ -66,7 +66,8 @@ def case_refused(comm, backend, call):
     for given in (x, np.ones(N, np.float32)):
         tdx.all_reduce(given)
     streams = ("stream", "barrier")
-    bad = {"stream": "fast"} if call in streams else {"out": np.zeros(N, np.float64)}
+    wrong = np.zeros(N, np.float64) if call == "foreign" else world.zeros(N, "float64")
+    bad = {"stream": "fast"} if call in streams else {"out": wrong}
     tdx.barrier()
     options = bad if world.rank == guilty else {}
     calls = {
@@ -89,7 +90,7 @@ def case_refused(comm, backend, call):
             world.synchronize()
         assert time.monotonic() - start < 2 * TIMEOUT_S
         assert caught.value.calls[guilty].startswith("refused call ")
-        reason = "'fast' is not a stream" if call in streams else "out has dtype float64"
+        reason = "'fast' is not a stream" if call in streams else "float64"
         assert reason in str(caught.value)
     world.close()
     comm.barrier()
