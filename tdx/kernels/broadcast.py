@@ -121,14 +121,14 @@ def _target(stage, announced, peer, world, begin, slot, WIDTH: tl.constexpr, UNI
 
 
 @triton.jit
-def _round(turn, lane, lane_units, units, round_units):
+def _round(turn, lane, lane_units, units, round_units, LANES: tl.constexpr):
     """(begin, units, staging slot) of a lane's round; the second lane's first is half as long."""
     turn = tl.cast(turn, tl.int64)
     begin = tl.cast(lane, tl.int64) * lane_units
     first = begin + turn * round_units - lane * (round_units // 2)
     end = tl.minimum(first + round_units, tl.minimum(begin + lane_units, units))
     first = tl.maximum(first, begin)
-    slot = (turn % _SLOTS + lane * _SLOTS) * round_units
+    slot = (turn % _SLOTS * LANES + lane) * round_units
     return first, tl.maximum(end - first, 0), slot
 
 
@@ -163,7 +163,7 @@ def scatter_kernel(
     before = (number - 1) * rounds
     for turn in range(0, rounds + 1):
         if turn < rounds:
-            begin, count, slot = _round(turn, lane, lane_units, units, round_units)
+            begin, count, slot = _round(turn, lane, lane_units, units, round_units, LANES)
             if (turn >= _SLOTS) & slots_are_used:  # before the root, which waits for them too
                 ok = tdl.wait_all(sent, ranks, world, before + turn + 3 - _SLOTS) & ok
             if me != root:
@@ -190,7 +190,7 @@ def scatter_kernel(
         if (me != root) & (turn > 0) & ((direct == 0) | (turn == rounds)):
             ok = tdl.wait_all(sent, ranks, world, before + turn) & ok
             if ok & (direct == 0):
-                begin, count, slot = _round(turn - 1, lane, lane_units, units, round_units)
+                begin, count, slot = _round(turn - 1, lane, lane_units, units, round_units, LANES)
                 for hop in range(1, ranks):
                     first, size = _part((root + hop) % ranks, root, ranks, part_units, count)
                     copy_share(
@@ -291,7 +291,7 @@ class Broadcast(Plan):
         self._block, self._warps = push_block(backend, lanes * self._part)
         blocks = self.blocks_for(lanes * -(-self._part // self._block))
         self._blocks = max(1, blocks // lanes) * lanes
-        slots = lanes * _SLOTS.value if self._rounds > 1 else 1
+        slots = lanes * min(_SLOTS.value, self._rounds)
         self._stage = self.workspace("staging", (slots * self._round,), np.uint8)
         self._places = self.workspace("places", (4 * self._blocks * ranks,), np.int64)
         self._sent = self.workspace("sent", (self._blocks * ranks,), np.int32, steps=self._rounds)

@@ -42,7 +42,7 @@ from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, takes_options
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
-from tdx.kernels.select import block_elements, cheapest, constants
+from tdx.kernels.select import block_elements, cheapest, constants, follows
 from tdx.kernels.tile_product import finish_tile, grouped_tile, known, known_strides, tile_product
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
@@ -208,8 +208,10 @@ class MatmulAllReduce(ReducedProduct):
         }
         limits = constants(backend)
         if algorithm is None:
+            owned = count * partial // size
             fits = config is None or config.block_m <= limits.gathered_rows
-            if size > 1 and fits and count * partial // size >= limits.summed_bytes:
+            few = follows(backend, -(-self._rows // size), owned, size)
+            if size > 1 and fits and not few and owned >= limits.summed_bytes:
                 algorithm = "copy_engine"
             else:
                 algorithm = "one_shot" if size == 1 else cheapest(backend, sent)

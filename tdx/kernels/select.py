@@ -335,7 +335,7 @@ def movement_algorithm(backend: str, nbytes: int, ranks: int, large: str) -> str
     """How blocks of `nbytes` go from rank to rank: "low_latency", or else `large`."""
     limits = MOVEMENT[backend]
     most = limits.low_latency_broadcast if large == "scatter" else limits.low_latency_bytes
-    small = (ranks - 1) * nbytes <= most
+    small = max(1, ranks - 1) * nbytes <= most
     return "low_latency" if small and takes_low_latency(nbytes, ranks) else large
 
 

@@ -12,11 +12,12 @@ low_latency_two_shot  The same in words that hold data and flag (see all_reduce.
 The wire carries results in the output's type, rounded once. With a bias or residual, which each
 rank adds for itself, they travel in the accumulator's type and are rounded at their destination.
 
-Results land in the plan's own symmetric buffer (WHOLE), or in slots, from where the same kernel
-copies them to their destination step by step, those of a step while it pushes the third step after
-it, so that stores to peers and local ones hide each other. A peer may write results of step t once
-it has this rank's signal that it pushed step t. By then the rank has copied the results of step
-t - 3 and of all steps before, so that as many slots are enough as for the pushes.
+Peers' results land in the plan's own symmetric buffer (WHOLE), or in slots. Where they are wanted
+elsewhere the same kernel copies them there, those of a step while it pushes the third step after
+it: stores to peers and local ones hide each other. (Own results go there as they are computed.) A
+peer may write results of step t once it has this rank's signal that it pushed step t. By then the
+rank has copied the results of step t - 4 and of all steps before, so that as many slots are enough
+as for the pushes; two are where a call is one step, because then those of all calls before are.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _push_and_finish(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`push_step` from element `begin` of each shard on, and if the rank `takes` any, the peers'
-    results of three steps before, which are in slot `turn`.
+    results of three steps before: their slot begins at `turn`, unless they are WHOLE.
     """
     index = tl.program_id(0)
     parts = tl.num_programs(0)
@@ -190,6 +191,7 @@ def two_shot_kernel(
     has reduced it. WHOLE: `results` is the whole array, else slots. COPY: `out` is another place
     than `results`. ROOTED: only `root` gets results.
     """
+    tl.static_assert(COPY or not ROOTED)
     shard = tl.cast(shard_vectors, tl.int64) * _VECTOR
     size = tl.cast(step_vectors, tl.int64) * _VECTOR
     me = tdl.rank(world).to(tl.int64)

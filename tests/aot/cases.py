@@ -209,7 +209,11 @@ CASES = {
         "two_shot.two_shot_kernel", "float32", OP="avg", HAS_BIAS=True, HAS_RESIDUAL=True,
         WHOLE=False, COPY=True,
     ),
-    "two_shot-root": _shards("two_shot.two_shot_kernel", "bfloat16", COPY=True, ROOTED=True),
+    "two_shot-copy-2": _shards("two_shot.two_shot_kernel", "bfloat16", 2, WHOLE=False, COPY=True),
+    "two_shot-buffer": _shards("two_shot.two_shot_kernel", "bfloat16", COPY=True),
+    "two_shot-root": _shards(
+        "two_shot.two_shot_kernel", "bfloat16", WHOLE=False, COPY=True, ROOTED=True
+    ),
     "words-two_shot-bf16": _shards("two_shot.low_latency_two_shot_kernel", "bfloat16"),
     "words-two_shot-fp32": _shards(
         "two_shot.low_latency_two_shot_kernel", "float32", OP="avg", HAS_RESIDUAL=True

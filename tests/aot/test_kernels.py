@@ -76,7 +76,8 @@ def test_compiles_without_spills(outcome, case, target):
 @pytest.mark.parametrize(
     "case",
     ["one_shot-bf16", "one_shot-fp32", "one_shot-fp32-team", "one_shot-avg", "two_shot-bf16",
-     "two_shot-bf16-8", "two_shot-fp32-team", "two_shot-copy", "two_shot-root", "scatter-bf16",
+     "two_shot-bf16-8", "two_shot-fp32-team", "two_shot-copy", "two_shot-copy-2",
+     "two_shot-buffer", "two_shot-root", "scatter-bf16",
      "scatter-fp32-8", "norm-one_shot", "norm-two_shot", "norm-two_shot-8",
      "pull", "push", "push-all", "push-one", "broadcast-scatter", "take"],
 )  # fmt: skip
