@@ -108,9 +108,13 @@ def as_tensor(value, _semantic=None):
 
 @intrinsic
 def multiple_of_16(value, _semantic=None):
-    """`value`, a scalar or a block of any rank, which the compiler may take to be one."""
-    sixteens = [core.constexpr(16)] * max(1, len(value.shape))
-    return core.multiple_of(value, sixteens, _semantic=_semantic)
+    """`value`, of which the compiler is told so, unless it is a block with several dimensions.
+
+    Where all elements are the same number Triton moves the hint to that, and fails at its shape.
+    """
+    if len(value.shape) > 1:
+        return value
+    return core.multiple_of(value, [core.constexpr(16)], _semantic=_semantic)
 
 
 @intrinsic

@@ -143,8 +143,10 @@ def k_constants(x, out, words, signal, channel, world, BLOCK: tl.constexpr):
     value = tdl.consume_token(value, there)
     data = tdl.consume_token(tl.load(x + lanes), ok)
     tl.store(tdl.symm_at(out, 0, world) + lanes, data + value, mask=ok)
-    tile = tdl.symm_at(out + tl.arange(0, 2)[:, None], ranks[None, :], world)
-    tl.store(tile, 0, mask=ok & (ranks < 3)[None, :])
+    rows, columns = tl.arange(0, 2)[:, None], ranks[None, :]
+    tile = tl.load(tdl.symm_at(x + rows, columns, world), mask=columns < 3, other=0)
+    tile += tl.load(tdl.symm_at(x + rows, rows * 0 + 1, world))  # one peer in all places
+    tl.store(tdl.symm_at(out + rows, columns, world), tile, mask=ok & (columns < 3))
     tdl.put_signal(out, x, 100, signal, 1, 0, world, when=False)
     tdl.broadcast(out, x, BLOCK, 0, world)
     tdl.notify(signal, 0, world)
