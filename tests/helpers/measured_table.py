@@ -1,6 +1,6 @@
-"""README's table of measured figures, from the files in docs/benchmarks.
+"""README's tables of measured figures, from the files in docs/benchmarks.
 
-`python -m tests.helpers.measured_table` prints it.
+`python -m tests.helpers.measured_table` prints them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _SIZES = {4 << 10: "4 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 16 << 20: "1
           256 << 20: "256 MiB"}  # fmt: skip
 
 
-def measured_table() -> str:
+def measured_table(gpus: int) -> str:
     """Markdown: for each size the time of tdx, and in brackets that of the best peer."""
     lines = [f"| µs | {' | '.join(_SIZES.values())} |", "|---|" + "---:|" * len(_SIZES)]
     for operation in _OPERATIONS:
-        path = ROOT / "docs" / "benchmarks" / f"{operation}_4xH200.json"
+        path = ROOT / "docs" / "benchmarks" / f"{operation}_{gpus}xH200.json"
         rows = json.loads(path.read_text())["rows"]
         of_size = {r["bytes"]: r for r in rows if r.get("memory") != "foreign"}
         cells = [_cell(of_size[size]) for size in _SIZES]
@@ -38,4 +38,4 @@ def _short(value: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(measured_table())
+    sys.stdout.write("\n".join(map(measured_table, (2, 4))))
