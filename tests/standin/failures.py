@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -123,20 +124,23 @@ def plan_fails(rank: Rank) -> None:
     """A plan whose workspace fails on one rank raises on all; the next one works."""
     import tdx
 
+    def make(numel: int) -> Any:
+        return tdx.AllReduce(world, (numel,), np.float32, algorithm="two_shot")
+
     with rank.leaves_modules():
         world = rank.init()
-        first = tdx.AllReduce(world, (1 << 19,), np.float32)  # loads the kernel
+        first = make(1 << 19)  # loads the kernel
         rank.fake.heal()
-        plan = tdx.AllReduce(world, (1 << 20,), np.float32)
+        plan = make(1 << 20)
         calls = rank.union(rank.fake.calls())
         for verb in [v for v in calls if v != "cuMemRelease"]:
             rank.meet()
             if rank.last:
                 rank.fake.fail(verb)
             with rank.raises(ERROR):
-                tdx.AllReduce(world, (1 << 22,), np.float32)
+                make(1 << 22)
             rank.fake.heal()
-        plan = tdx.AllReduce(world, (1 << 20,), np.float32)
+        plan = make(1 << 20)
         del first, plan
         gc.collect()
         world.close()
