@@ -12,7 +12,7 @@ scatter      Scatter and all-gather (van de Geijn), in rounds: the root pushes a
              S / bandwidth and one round to fill the pipeline. Blocks work in two lanes, each with
              half of the array and half a round apart: while those of one wait until their stores
              have arrived, before they signal, those of the other fill the links.
-             Peers write straight into results in symmetric memory, else into four staging slots of
+             Peers write straight into results in symmetric memory, else into up to four slots of
              a round for each lane, at most 64 MiB (see pushing.py: places). A peer that signals
              round r has copied round r - 2 out, so who has seen that may write round r + 2.
 
