@@ -2,7 +2,7 @@
 
 Each rank has its own A (M, K) and B (K, N), and gets M / size rows of the sum over ranks.
 `library` is torch.mm alone, `matmul` ours; then sequences of a product and a reduce-scatter,
-PyTorch's async-TP, and ours in one: `fused`.
+PyTorch's async-TP, and ours in one, by algorithm.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tdx
+from tdx.kernels.matmul_reduce_scatter import ALGORITHMS
+from tdx.kernels.select import takes_low_latency
 from tdx.tools.reference import Summands
 from tdx.tools.timing import host_time
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 SEQUENCES = ("nccl+library", "tdx+library", "tdx+matmul")
 COLUMNS = (
-    "M", "N", "K", "library", "matmul", *SEQUENCES, "async_tp", "fused", "floor", "% of floor",
-    "ratio",
+    "M", "N", "K", "library", "matmul", *SEQUENCES, "async_tp", *ALGORITHMS, "chosen", "floor",
+    "% of floor", "ratio",
 )  # fmt: skip
 
 
@@ -39,8 +41,6 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     result = summands.total(world.rank * height, height)
 
     scatter = tdx.ReduceScatter(world, (m, n), dtype)
-    plan = tdx.MatmulReduceScatter(world, a.shape, b.shape, dtype, buffer=False)
-    fused = partial(plan, a, b, result.out)
     matmul = partial(tdx.matmul, a, b, out=product.out)
     row: dict[str, Any] = {"M": m, "N": n, "K": k}
     compared = bench.comparison(row)
@@ -49,9 +49,16 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     compared.ours("matmul", matmul, product)
     compared.peers(peers.matmul_reduce_scatter(a, b, product.out, result.out, scatter), result)
     compared.ours("tdx+matmul", lambda: scatter(matmul(), result.out), result)
-    compared.ours("fused", fused, result)
+    for algorithm in (*ALGORITHMS, None):
+        if algorithm == "low_latency" and not takes_low_latency(result.out.nbytes, world.size):
+            continue
+        plan = tdx.MatmulReduceScatter(
+            world, a.shape, b.shape, dtype, algorithm=algorithm, buffer=False
+        )
+        call = partial(plan, a, b, result.out)
+        compared.ours(algorithm or "chosen", call, result)
     compared.time()
     alone = row.get("library", row["matmul"])
-    bench.rate(row, ("fused",), SEQUENCES, result.out.nbytes * (world.size - 1), alone)
-    row["fused_host"] = host_time(world, fused)
+    bench.rate(row, ("chosen",), SEQUENCES, result.out.nbytes * (world.size - 1), alone)
+    row["chosen_host"] = host_time(world, call)
     return row

@@ -14,6 +14,9 @@ copy_engine  Each rank owns rows. Partials go to their owners as in matmul_reduc
              to all as soon as its tiles are summed. A second kernel takes what the others send.
              As many elements: half of them hidden behind the product of the others' rows, half
              behind that of the own rows, which takes 1 / W of the time.
+low_latency  One kernel, for the fewest rows: partial sums go to all ranks as words of data and
+             flag, see low_latency_product.py. Twice the bytes of one_shot, and no signals. Up to 16
+             ranks, 4 MiB of partial sums.
 unfused      The product, then an all-reduce: see product_first.py.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for one
@@ -37,6 +40,7 @@ import tdx.language as tdl
 from tdx.kernels.all_reduce import AllReduce
 from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.copying import copy_share
+from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows, fused_tile
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, takes_options
@@ -49,7 +53,7 @@ from tdx.runtime.driver.base import Bound
 
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
-ALGORITHMS = ("one_shot", "two_shot", "copy_engine", "unfused")
+ALGORITHMS = ("low_latency", "one_shot", "two_shot", "copy_engine", "unfused")
 _SIZES = [
     "owned", "rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
 ]  # fmt: skip
@@ -187,9 +191,9 @@ def take_kernel(
 class MatmulAllReduce(ReducedProduct):
     """A matrix product and all-reduce of one shape and dtype, ready to be called.
 
-    `algorithm` is "one_shot", "two_shot", "copy_engine", with a `config` of block_m <= 512, or
-    "unfused", of which errors may name the all_reduce. With the first two, and no `config`, K_local
-    is a multiple of 16 on all ranks, or on none. `out` must not overlap a or b. The other
+    `algorithm` is "low_latency", "one_shot", "two_shot", "copy_engine", with a `config` of
+    block_m <= 512, or "unfused", of which errors may name the all_reduce. With one_shot and
+    two_shot, and no `config`, K_local is a multiple of 16 on all ranks, or on none. `out` must not overlap a or b. The other
     parameters, and the errors, are those of ReducedProduct.
     """
 
@@ -213,13 +217,15 @@ class MatmulAllReduce(ReducedProduct):
             few = follows(backend, -(-self._rows // size), owned, size)
             if size > 1 and fits and not few and owned >= limits.summed_bytes:
                 algorithm = "copy_engine"
+            elif size > 1 and sends_words(backend, count * partial, size):
+                algorithm = "low_latency"
             else:
                 algorithm = "one_shot" if size == 1 else cheapest(backend, sent)
         self.same_tile = algorithm in sent
         if algorithm == "copy_engine":
             check_fused(config, algorithm, limits.gathered_rows)
             return fused_tile(self, config, -(-self._rows // size), passes=2), algorithm
-        if self.same_tile:
+        if algorithm != "unfused":
             check_fused(config, algorithm)
         tile = self.product.tile(config, self.world, self._rows, n, k, split=algorithm == "unfused")
         return tile, algorithm
@@ -227,6 +233,8 @@ class MatmulAllReduce(ReducedProduct):
     def _build(self) -> Way:
         if self.algorithm == "unfused":
             return ProductFirst(self, AllReduce)
+        if self.algorithm == "low_latency":
+            return LowLatencyProduct(self, self._rows, scattered=False)
         return (_CopyEngine if self.algorithm == "copy_engine" else _OneKernel)(self)
 
 
@@ -325,7 +333,7 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}
         In what partial sums travel; None: the output's dtype.
-    algorithm : {"one_shot", "two_shot", "copy_engine", "unfused"}, optional
+    algorithm : {"low_latency", "one_shot", "two_shot", "copy_engine", "unfused"}, optional
     bias : array, optional
         (N,), added once, after the reduction, then the activation; the same on every rank.
     scale_a, scale_b : optional

@@ -11,9 +11,12 @@ fused    Persistent blocks compute the tiles of the next rank's rows first and t
          2 * M * N * K_local operations but for the last rows.
 unfused  The product, then a reduce-scatter (product_first.py), for few rows: those take less time
          to send than copy engines take to begin.
+low_latency
+         One kernel, for the fewest rows: partial sums as words of data and flag, see
+         low_latency_product.py. Up to 16 ranks, 4 MiB of partial sums for a rank.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for
-one Config are the same on every run and for both algorithms: each partial is one block's sum over
+one Config are the same on every run and for all algorithms: each partial is one block's sum over
 K, rounded once, and the ranks' partials are added in float32, without atomics, from rank 0 upwards.
 
 Ordering: peers write into a rank's buffer for partials with its credit for a call, given as it
@@ -29,6 +32,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush, enter_kernel
+from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_options
 from tdx.kernels.product_first import ProductFirst
@@ -42,7 +46,7 @@ from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"]
 
-ALGORITHMS = ("fused", "unfused")
+ALGORITHMS = ("fused", "low_latency", "unfused")
 _SIZES = [
     "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
     "chunks",
@@ -177,8 +181,8 @@ class MatmulReduceScatter(ReducedProduct):
     """A matrix product and reduce-scatter of one shape and dtype, ready to be called.
 
     `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; `algorithm` is "fused", with a
-    `config` of block_m <= 512, or "unfused", of which errors may name the reduce_scatter. `out`
-    must not overlap a or b. The other parameters, and the errors, are those of ReducedProduct.
+    `config` of block_m <= 512, "low_latency", or "unfused", of which errors may name the
+    reduce_scatter. `out` must not overlap a or b. The other parameters, and the errors, are those of ReducedProduct.
     """
 
     operation = "matmul_reduce_scatter"
@@ -194,21 +198,29 @@ class MatmulReduceScatter(ReducedProduct):
         self._rows = rows // size
         depth, columns = self.shape_b
         self.out_shape = (first // size, *self.shape_a[1:-1], columns)
+        split = self.product.tile(config, self.world, rows, columns, depth, split=True)
         if algorithm is None:
             nbytes = self._rows * columns * self.partial_dtype.itemsize
-            later = follows(self.world.backend, self._rows, nbytes, size)
-            algorithm = "unfused" if later else "fused"
+            if not follows(self.world.backend, self._rows, nbytes, size):
+                algorithm = "fused"
+            elif split.split_k == 1 and sends_words(self.world.backend, nbytes, size):
+                algorithm = "low_latency"
+            else:
+                algorithm = "unfused"
+        if algorithm == "unfused":
+            return split, algorithm
         if algorithm == "fused":
             check_fused(config, algorithm, sent_rows(self, self._rows))
             return fused_tile(self, config, self._rows), algorithm
-        return self.product.tile(config, self.world, rows, columns, depth, split=True), algorithm
+        check_fused(config, algorithm)
+        return self.product.tile(config, self.world, rows, columns, depth), algorithm
 
     def _build(self) -> Way:
-        return (
-            Fused(self, self._rows)
-            if self.algorithm == "fused"
-            else ProductFirst(self, ReduceScatter)
-        )
+        if self.algorithm == "unfused":
+            return ProductFirst(self, ReduceScatter)
+        if self.algorithm == "low_latency":
+            return LowLatencyProduct(self, self._rows, scattered=True)
+        return Fused(self, self._rows)
 
 
 class Fused:
@@ -340,7 +352,7 @@ def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **option
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}
         In what partial sums travel; None: the output's dtype.
-    algorithm : {"fused", "unfused"}, optional
+    algorithm : {"fused", "low_latency", "unfused"}, optional
     bias : array, optional
         (N,), added once, after the reduction; then the activation.
     scale_a, scale_b : optional

@@ -161,7 +161,7 @@ def _product(
         "ACTIVATION": "gelu_tanh", "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": even, "TRACE": False,
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
         "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "OWN_CHUNK": 0,
-        "SPLIT": 2,
+        "SPLIT": 2, "WIDE": False, "PAIRS": size == 2, "SCATTERED": False, "BLOCK": 1024,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
@@ -174,7 +174,7 @@ def _product(
             ("progress", "epoch", "signals", "credit", "trace", "arrived", "finished", "made"),
             "*i32",
         ),
-        "world": "world", "channel": "channel",
+        "slots": "*i64", "world": "world", "channel": "channel",
         **dict.fromkeys(
             ("rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk",
              "stride_bn", "chunk_rows", "chunks", "owned"), "i32"
@@ -266,6 +266,7 @@ CASES = {
 RAGGED = {"shape": (4096, 4104, 4096)}
 FEW_ROWS = {"shape": (16, 7168, 8192)}
 SEVERAL_ROWS = {"shape": (128, 7168, 8192)}
+SCATTERED_ROWS = {"SCATTERED": True, **SEVERAL_ROWS}
 PRODUCTS = {
     "matmul-bf16": ("matmul.matmul_kernel", "bfloat16", {}),
     "matmul-gathered": ("matmul.matmul_kernel", "bfloat16", {"GATHERED": True}),
@@ -290,6 +291,8 @@ PRODUCTS = {
         "bfloat16",
         {"ONE_SHOT": True, **RAGGED},
     ),
+    "words-product-bf16": ("low_latency_product.low_latency_kernel", "bfloat16", SEVERAL_ROWS),
+    "words-product-fp32": ("low_latency_product.low_latency_kernel", "float32", SCATTERED_ROWS),
 }
 FLOAT8 = {
     "matmul-fp8": ("matmul.matmul_kernel", "float8_e4m3fn", {}),
@@ -318,6 +321,11 @@ DESCRIBED = {
         "matmul_reduce_scatter.fused_kernel",
         "bfloat16",
         {"OWN_CHUNK": 512, **BY_DESCRIPTORS},
+    ),
+    "words-product-described": (
+        "low_latency_product.low_latency_kernel",
+        "bfloat16",
+        {**BY_DESCRIPTORS, **SCATTERED_ROWS},
     ),
     "fused-described": ("matmul_all_reduce.fused_kernel", "bfloat16", BY_DESCRIPTORS),
 }

@@ -11,6 +11,7 @@ import triton
 
 import tdx
 import tdx.language as tdl
+from tdx.kernels import matmul_all_reduce, matmul_reduce_scatter
 from tdx.kernels.matmul import Config
 from tdx.runtime.errors import PeerTimeout, TdxError
 from tests.helpers.blocks import copy_engines, many_blocks
@@ -29,8 +30,8 @@ ALGORITHMS = [
     (tdx.Broadcast, (0,), ["low_latency", "scatter"]),
     (tdx.AllReduceRmsNorm, (), ["low_latency", "one_shot", "two_shot"]),
     (tdx.AllGatherMatmul, ((64, 16),), ["fused", "unfused"]),
-    (tdx.MatmulReduceScatter, ((64, 16),), ["fused", "unfused"]),
-    (tdx.MatmulAllReduce, ((64, 16),), ["one_shot", "two_shot", "copy_engine", "unfused"]),
+    (tdx.MatmulReduceScatter, ((64, 16),), list(matmul_reduce_scatter.ALGORITHMS)),
+    (tdx.MatmulAllReduce, ((64, 16),), list(matmul_all_reduce.ALGORITHMS)),
 ]
 
 

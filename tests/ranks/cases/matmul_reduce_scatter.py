@@ -11,6 +11,7 @@ import pytest
 
 import tdx
 from tdx.kernels.matmul import ACTIVATIONS, Config
+from tdx.kernels.matmul_reduce_scatter import ALGORITHMS
 from tdx.kernels.select import CONSTANTS
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
 from tests.helpers.blocks import many_blocks
@@ -60,7 +61,8 @@ def case_values(world, dtype):
         x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
         turned = world.array(np.ascontiguousarray(b.T), symmetric=False)
         rows = world.array(np.ascontiguousarray(a.T), symmetric=False)
-        for options in ({}, {"config": SMALL}, {"algorithm": "unfused"}, {"algorithm": "fused"}):
+        pinned = [{"algorithm": name} for name in ALGORITHMS]
+        for options in ({}, {"config": SMALL}, *pinned):
             out = world.array(poisoned((m, n), dtype), symmetric=False)
             assert tdx.matmul_reduce_scatter(x, y, out=out, **options) is out
             close(out, wanted, k * size, *[dtype] * size)
@@ -98,7 +100,9 @@ def case_eight_ranks(world):
     a, b = operands(world.rank, 24, 20, 17, "float32")
     x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
     wanted = reference(world, 3, lambda _: 20, 17, "float32")
-    close(tdx.matmul_reduce_scatter(x, y), wanted, 160, *["float32"] * 8)
+    for algorithm in ALGORITHMS:
+        result = tdx.matmul_reduce_scatter(x, y, algorithm=algorithm)
+        close(result, wanted, 160, *["float32"] * 8)
 
 
 @worlds(2, 3)
@@ -122,7 +126,9 @@ def case_depth_differs_between_ranks(world):
     x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
     wanted = reference(world, 5, depth, 20, "float32")
     for config in (None, SMALL):
-        close(tdx.matmul_reduce_scatter(x, y, config=config), wanted, 64, "float32", "float32")
+        for algorithm in (None, "low_latency"):
+            result = tdx.matmul_reduce_scatter(x, y, config=config, algorithm=algorithm)
+            close(result, wanted, 64, "float32", "float32")
 
 
 @worlds(2)
@@ -158,7 +164,7 @@ def case_wide_partials_round_once(world):
 
 
 @worlds(1, 3)
-@pytest.mark.parametrize("algorithm", ["fused", "unfused"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def case_leading_axes_and_empty(world, algorithm):
     size = world.size
     call = functools.partial(tdx.matmul_reduce_scatter, algorithm=algorithm)
@@ -178,7 +184,7 @@ def case_leading_axes_and_empty(world, algorithm):
 
 
 @worlds(2, 3)
-@pytest.mark.parametrize("algorithm", ["fused", "unfused"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def case_repetition_and_graphs(world, dtype, algorithm):
     """Many calls without the host, each with other inputs; then in a graph. The same bits."""
@@ -209,7 +215,7 @@ def case_repetition_and_graphs(world, dtype, algorithm):
 
 
 @worlds(1, 2, 4)
-def case_both_algorithms_give_the_same_bits(world):
+def case_all_algorithms_give_the_same_bits(world):
     """Also of ranks with nothing to add, with a bias, and of ragged tiles."""
     for m, k, n in SHAPES[2:]:
         k = 0 if world.rank == 1 else k
@@ -222,16 +228,16 @@ def case_both_algorithms_give_the_same_bits(world):
                 options = {"config": config, "partial_dtype": partial, **more}
                 results = []
                 for algorithm, blocks in (
-                    ("unfused", contextlib.nullcontext), ("fused", contextlib.nullcontext),
-                    ("fused", many_blocks),
+                    *((name, contextlib.nullcontext) for name in ALGORITHMS),
+                    ("fused", many_blocks), ("low_latency", many_blocks),
                 ):  # fmt: skip
                     with blocks():
                         plan = tdx.MatmulReduceScatter(
                             world, a.shape, b.shape, "bfloat16", algorithm=algorithm, **options
                         )
                     results.append(plan(x, y, **extras).numpy())
-                assert_same_bits(*results[:2])
-                assert_same_bits(*results[1:])
+                for other in results[1:]:
+                    assert_same_bits(results[0], other)
 
 
 @worlds(2)
