@@ -13,11 +13,10 @@ import sys
 
 import pytest
 
-from tdx.tools.facts import frameworks
 from tdx.tools.launcher import find_launcher
 from tests.aot.harness import Job, compile_jobs
-from tests.helpers.cases import skip
 from tests.helpers.commands import ROOT, run_tdx, tdx_environment
+from tests.helpers.frameworks import needs
 
 _EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 _TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -76,14 +75,6 @@ def test_script_for_a_framework_is_short(path):
     start = ast.parse(text).body[0].end_lineno
     lines = [line.strip() for line in text.splitlines()[start:]]
     assert len([line for line in lines if line and not line.startswith("#")]) < 25
-
-
-def needs(module: str, backend: str) -> None:
-    version = frameworks()[module]
-    if version is None:
-        skip(f"{module} is not installed")
-    if backend != "host" and ("CPU" in version or version.endswith("+cpu")):
-        skip(f"{module} {version} has no GPU support")
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

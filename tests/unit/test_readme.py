@@ -9,6 +9,7 @@ import pytest
 
 import tdx
 from tests.helpers.commands import ROOT, run_tdx
+from tests.helpers.framework_table import COLUMNS, REFUSALS, columns_of, replaced, table
 from tests.helpers.measured_table import measured_table
 
 _TEXT = (ROOT / "README.md").read_text()
@@ -60,6 +61,29 @@ def test_operations_exist_and_missing_ones_do_not():
 def test_measured_figures_are_those_of_the_benchmarks():
     for gpus in (2, 4):
         assert measured_table(gpus) in _TEXT
+
+
+def test_table_of_frameworks_could_have_been_printed():
+    """What its cells say is for the rank case framework_table.py."""
+    columns = columns_of(_TEXT)
+    assert {"NumPy", "JAX", "PyTorch"} <= set(columns) <= set(COLUMNS.values())
+    assert replaced(_TEXT, _TEXT) == _TEXT
+    assert ("\nGPU columns: " in _TEXT) == any(name.endswith("GPU") for name in columns)
+    fine = "|".join(["yes", "no", r"no: \w+", "-", *(error.__name__ for error in REFUSALS)])
+    for cells in columns.values():
+        assert all(re.fullmatch(fine, cell) for cell in cells.values()), cells
+
+
+def test_printed_table_of_frameworks_gets_into_the_readme():
+    columns = columns_of(_TEXT)
+    host = {name: columns[name] for name in ("NumPy", "JAX", "PyTorch")}
+    found = {"CuPy, GPU": dict.fromkeys(columns["NumPy"], "no: ValueError")}
+    printed = table(host | found, "\nGPU columns: 2 x some GPU.\n")
+    text = replaced(_TEXT, f"said before\n{printed}said after\n")
+    assert columns_of(text) == columns | found
+    assert "|\n\nGPU columns: 2 x some GPU.\n\n" in text
+    assert "said before" not in text
+    assert replaced(text, table(host, "")) == text
 
 
 def test_errors_are_named_with_their_built_ins():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import numpy as np
@@ -17,7 +16,8 @@ from tdx.runtime.errors import (
     TdxError,
     Unsupported,
 )
-from tests.helpers.cases import isolated, skip, worlds
+from tests.helpers.cases import isolated, worlds
+from tests.helpers.frameworks import jax_device, needs
 from tests.helpers.reference import assert_same_bits, error_bound, product, reduced, values
 
 
@@ -113,14 +113,10 @@ def case_numpy_products(world):
 @worlds(1, 2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def case_jax(world, dtype):
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    try:
-        import jax
-    except ImportError:
-        skip("jax is not installed")
-    device = jax.devices("cpu")[0]
-    if world.backend != "host":
-        device = jax.devices()[world.device.index]
+    needs("jax", world.backend)
+    device = jax_device(world)
+    import jax
+
     given = everybody(world, (6, 10), dtype)
     x = jax.device_put(given[world.rank], device)
     for take in (lambda x: x, lambda x: x.T):
