@@ -193,8 +193,8 @@ class MatmulAllReduce(ReducedProduct):
 
     `algorithm` is "low_latency", "one_shot", "two_shot", "copy_engine", with a `config` of
     block_m <= 512, or "unfused", of which errors may name the all_reduce. With one_shot and
-    two_shot, and no `config`, K_local is a multiple of 16 on all ranks, or on none. `out` must not overlap a or b. The other
-    parameters, and the errors, are those of ReducedProduct.
+    two_shot, and no `config`, K_local is a multiple of 16 on all ranks, or on none. `out` must not
+    overlap a or b. The other parameters, and the errors, are those of ReducedProduct.
     """
 
     operation = "matmul_all_reduce"

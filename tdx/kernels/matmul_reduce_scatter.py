@@ -182,7 +182,8 @@ class MatmulReduceScatter(ReducedProduct):
 
     `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; `algorithm` is "fused", with a
     `config` of block_m <= 512, "low_latency", or "unfused", of which errors may name the
-    reduce_scatter. `out` must not overlap a or b. The other parameters, and the errors, are those of ReducedProduct.
+    reduce_scatter. `out` must not overlap a or b. The other parameters, and the errors, are those
+    of ReducedProduct.
     """
 
     operation = "matmul_reduce_scatter"
