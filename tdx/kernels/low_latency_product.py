@@ -23,7 +23,7 @@ import tdx.language as tdl
 from tdx.kernels.operand import Operand
 from tdx.kernels.product import blocks_for
 from tdx.kernels.reduced_product import ReducedProduct
-from tdx.kernels.reduction import reduce_words, to_words
+from tdx.kernels.reduction import from_words, to_words
 from tdx.kernels.select import (
     MOVEMENT,
     check_low_latency,
@@ -58,6 +58,26 @@ def _row_and_column(place, columns):
     return row, group % across * _GROUP + place % _GROUP
 
 
+@triton.jit
+def _sum_of_words(
+    slots, stride, at, owned, columns, flag, world,
+    PARTIAL: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """What all ranks have sent as words `at`, added in rank order, and which words are there."""
+    KIND: tl.constexpr = tl.int32 if PAIRS else PARTIAL
+    PER_WORD: tl.constexpr = 2 if PAIRS else 1
+    row, col = _row_and_column(at * PER_WORD, columns)
+    arrived = (row < owned) & (col < columns)
+    total = tl.full((at.shape[0] * PER_WORD,), -0.0, tl.float32)  # which adds nothing
+    for peer in tl.static_range(RANKS):
+        words, there = tdl.load_ll(
+            slots + peer * stride + at, flag, world, arrived, peer, KIND, False
+        )
+        total += from_words(words, PARTIAL, PAIRS).to(tl.float32)
+        arrived = arrived & there
+    return total, arrived
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def low_latency_kernel(
     a, b, scale_a, scale_b, c, bias, slots, channel, world, owned,
@@ -66,7 +86,7 @@ def low_latency_kernel(
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
     EVEN: tl.constexpr, DESCRIBED: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr,
-    PAIRS: tl.constexpr, SCATTERED: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr, SCATTERED: tl.constexpr, BLOCK: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
     """Push the words of partial tiles, then add those of the `owned` rows, BLOCK at a time.
 
@@ -74,7 +94,6 @@ def low_latency_kernel(
     SCATTERED: each rank owns as many rows, and c has those; else every rank owns all.
     """
     PARTIAL: tl.constexpr = tl.float32 if WIDE else c.dtype.element_ty
-    KIND: tl.constexpr = tl.int32 if PAIRS else tl.float32
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
@@ -110,13 +129,13 @@ def low_latency_kernel(
                 tdl.store_ll(to, words, flag, (me + hop) % RANKS, world, mask)
     step = tl.num_programs(0) * BLOCK
     for start in range(tl.program_id(0) * BLOCK, stride, step):
+        if SAMPLES < BLOCK:  # a thread polls for its words one after the other: first for one
+            at = start + tl.arange(0, SAMPLES) * (BLOCK // SAMPLES)
+            _sum_of_words(slots, stride, at, owned, columns, flag, world, PARTIAL, RANKS, PAIRS)
         at = start + tl.arange(0, BLOCK)
-        row, col = _row_and_column(at * PER_WORD, columns)
-        mask = (row < owned) & (col < columns)
-        found, arrived = tdl.load_ll_all(slots + at, stride, flag, world, RANKS, mask, KIND)
-        own, there = tdl.load_ll(slots + me * stride + at, flag, world, mask, me, KIND, False)
-        total = reduce_words(own, found, world, PARTIAL, "sum", RANKS, PAIRS)
-        arrived = arrived & there
+        total, arrived = _sum_of_words(
+            slots, stride, at, owned, columns, flag, world, PARTIAL, RANKS, PAIRS
+        )
         if PAIRS:
             arrived = tl.interleave(arrived, arrived)
         row, col = _row_and_column(start * PER_WORD + tl.arange(0, BLOCK * PER_WORD), columns)
@@ -146,10 +165,11 @@ class LowLatencyProduct:
         most = blocks_for(plan.world, 1 << 30)  # ranks may have different tiles
         self._shared = (slots, plan.channel(most), plan.group.handle, owned)
         # a thread has the words of all ranks in its registers
-        block = 1 << 16 if host else plan.config.num_warps * 32 * max(1, 32 // size)
+        threads = 1 << 16 if host else plan.config.num_warps * 32
+        block = min(threads if host else 16 * threads, power_of_two(-(-words // self._blocks)))
         self._named = {
             "RANKS": size, "WIDE": kind != plan.product.out_dtype, "PAIRS": pairs,
-            "SCATTERED": scattered, "BLOCK": min(block, power_of_two(-(-words // self._blocks))),
+            "SCATTERED": scattered, "BLOCK": block, "SAMPLES": min(block, threads),
         }  # fmt: skip
         self._kernels: dict[Any, Bound] = {}
 

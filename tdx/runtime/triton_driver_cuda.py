@@ -51,7 +51,8 @@ class _Utils:
 
     def load_binary(self, *args: Any) -> Any:
         self._driver.keep_context()
-        return self._utils.load_binary(*args)
+        with self._driver.using():
+            return self._utils.load_binary(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._utils, name)

@@ -162,6 +162,7 @@ def _product(
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
         "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "OWN_CHUNK": 0,
         "SPLIT": 2, "WIDE": False, "PAIRS": size == 2, "SCATTERED": False, "BLOCK": 1024,
+        "SAMPLES": 128,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]

@@ -6,6 +6,7 @@ import gc
 
 import numpy as np
 
+import tdx
 from tests.standin.ranks import Rank, scenario
 
 
@@ -24,6 +25,40 @@ def context_is_restored(rank: Rank) -> None:
     assert int(cu.cuCtxGetCurrent()[1]) == int(context)
     cu.cuCtxSetCurrent(0)
     cu.cuDevicePrimaryCtxRelease(1)
+
+
+@scenario(1, 2)
+def another_gpu_is_current(rank: Rank) -> None:
+    """A framework has left it so: calls find their own, and those of memory leave that current."""
+    from cuda.bindings import driver as cu
+
+    rank.check_works()
+    other = cu.cuDevicePrimaryCtxRetain(3)[1]
+    world = rank.init()
+    plan = tdx.AllReduce(world, 10, np.int64)
+    cu.cuCtxSetCurrent(other)
+    x = world.zeros(10, np.int64, symmetric=False)
+    x[...] = np.arange(10)
+    assert list(x.numpy()) == list(range(10))
+    plan(x)
+    event = world.driver.event_create(timing=False)
+    world.driver.event_record(event, world.driver.current_stream())
+    assert world.driver.event_query(event)
+    world.driver.event_destroy(event)
+    world.synchronize()
+    assert int(cu.cuCtxGetCurrent()[1]) == int(other)
+    side = world.new_stream()
+    assert int(cu.cuCtxGetCurrent()[1]) == int(other)
+    with world.on(side):
+        cu.cuCtxSetCurrent(other)
+        y = world.array(np.arange(10), symmetric=False)
+        assert list(y.numpy()) == list(range(10))
+    side.close()
+    cu.cuCtxSetCurrent(other)
+    del x, y, plan
+    world.close()
+    cu.cuCtxSetCurrent(0)
+    cu.cuDevicePrimaryCtxRelease(3)
 
 
 @scenario(1, 2)

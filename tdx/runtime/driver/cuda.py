@@ -104,7 +104,10 @@ class CudaDriver(CudaMemory):
 
     # ---- streams and events
     def stream_create(self, priority: int) -> int:
-        made = self._call("making a stream", cu.cuStreamCreateWithPriority, _NON_BLOCKING, priority)
+        with self.using():
+            made = self._call(
+                "making a stream", cu.cuStreamCreateWithPriority, _NON_BLOCKING, priority
+            )
         self._streams.add(int(made))
         self._lasting.add(int(made))
         return int(made)
@@ -137,7 +140,8 @@ class CudaDriver(CudaMemory):
     def event_create(self, timing: bool) -> int:
         flags = cu.CUevent_flags
         kind = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
-        event = int(self._call("making an event", cu.cuEventCreate, kind))
+        with self.using():
+            event = int(self._call("making an event", cu.cuEventCreate, kind))
         self._events.add(event)
         return event
 
@@ -160,9 +164,9 @@ class CudaDriver(CudaMemory):
 
     def _ready(self, what: str, verb: Any, handle: int) -> bool:
         code = int(verb(handle)[0])
-        if code in NO_CONTEXT:
-            self.bind_thread()
-            code = int(verb(handle)[0])
+        if code not in (0, _NOT_READY) and (code in NO_CONTEXT or not self.is_current()):
+            with self.using():
+                code = int(verb(handle)[0])
         if code not in (0, _NOT_READY):
             self.again(what, code, verb, handle)
         return code != _NOT_READY

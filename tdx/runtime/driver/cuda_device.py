@@ -152,6 +152,30 @@ class CudaDevice:
                 with contextlib.suppress(TdxError):  # that one may be gone
                     call("leaving the context", cu.cuCtxSetCurrent, current)
 
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """This GPU is the thread's here: for what belongs to the GPU that is current.
+
+        Another one, as frameworks leave it behind, comes back afterwards.
+        """
+        code, current = cu.cuCtxGetCurrent()
+        current = 0 if int(code) else int(current)
+        if current == int(self._context):
+            yield
+            return
+        self.bind_thread()
+        try:
+            yield
+        finally:
+            if current:
+                with contextlib.suppress(TdxError):  # that one may be gone
+                    call("leaving the context", cu.cuCtxSetCurrent, current)
+
+    def is_current(self) -> bool:
+        """Whether this GPU is the thread's."""
+        code, current = cu.cuCtxGetCurrent()
+        return not int(code) and int(current) == int(self._context)
+
     def _unbind(self) -> None:
         """Leave the thread with the context of before, unless another world uses this one."""
         self._leave()
@@ -173,11 +197,11 @@ class CudaDevice:
         return _value(result)
 
     def again(self, what: str, code: Any, verb: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
-        """After a call that failed with `code`: once more if the thread had no context."""
-        if int(code) not in NO_CONTEXT:
+        """After a call that failed with `code`: once more if the thread had no GPU, or another."""
+        if int(code) not in NO_CONTEXT and self.is_current():
             raise _failure(what, code)
-        self.bind_thread()
-        return call(what, verb, *args)
+        with self.using():
+            return call(what, verb, *args)
 
     def _forked(self) -> bool:
         """Whether this is a forked copy of the process, which cannot use the GPU."""

@@ -313,7 +313,8 @@ class CudaMemory(CudaDevice):
 
     def host_alloc(self, nbytes: int) -> int:
         flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
-        address = int(self._call(f"pinning {nbytes} bytes", cu.cuMemHostAlloc, nbytes, flags))
+        with self.using():
+            address = int(self._call(f"pinning {nbytes} bytes", cu.cuMemHostAlloc, nbytes, flags))
         ctypes.memset(address, 0, nbytes)
         return address
 

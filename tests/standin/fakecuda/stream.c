@@ -13,6 +13,7 @@ typedef struct {
 
 typedef struct {
     Object head;
+    Context *context;
     Graph *capture;  // what the stream records
     int origin;      // the recording began here
     int unjoined;    // it holds recorded work that no other recorded work waits for
@@ -20,6 +21,7 @@ typedef struct {
 
 typedef struct {
     Object head;
+    Context *context;
     Graph *capture;  // its last record was recorded, not run
     Stream *source;
     int timing;
@@ -31,8 +33,20 @@ static Stream *capturing_stream(CUstream stream) {
     return known && known->capture ? known : NULL;
 }
 
+static Context *here(void) {
+    Context *context;
+    return current_context(&context) == CUDA_SUCCESS ? context : NULL;
+}
+
 int stream_known(CUstream stream) {  // 0 to 2 are the default streams
-    return (uintptr_t)stream <= 2 || object_find(STREAM, stream);
+    Stream *known = object_find(STREAM, stream);
+    return (uintptr_t)stream <= 2 || (known && known->context == here());
+}
+
+static CUstream new_stream(void) {
+    Stream *made = object_new(STREAM, sizeof(Stream));
+    made->context = here();
+    return (CUstream)made;
 }
 
 int stream_captures(CUstream stream) { return capturing_stream(stream) != NULL; }
@@ -72,13 +86,13 @@ CUresult submit(CUstream stream, Work work) {
 
 CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority) {
     ENTER_CONTEXT("cuStreamCreateWithPriority");
-    *stream = object_new(STREAM, sizeof(Stream));
+    *stream = new_stream();
     DONE(CUDA_SUCCESS);
 }
 
 CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
     ENTER_CONTEXT("cuStreamCreate");
-    *stream = object_new(STREAM, sizeof(Stream));
+    *stream = new_stream();
     DONE(CUDA_SUCCESS);
 }
 
@@ -120,6 +134,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
 CUresult cuEventCreate(CUevent *event, unsigned flags) {
     ENTER_CONTEXT("cuEventCreate");
     Event *made = object_new(EVENT, sizeof(Event));
+    made->context = here();
     made->timing = !(flags & CU_EVENT_DISABLE_TIMING);
     *event = (CUevent)made;
     DONE(CUDA_SUCCESS);
@@ -136,7 +151,8 @@ CUresult cuEventDestroy(CUevent event) {
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     ENTER_CONTEXT("cuEventRecord");
     Event *known = object_find(EVENT, event);
-    if (!known || !stream_known(stream)) DONE(CUDA_ERROR_INVALID_HANDLE);
+    if (!known || known->context != here() || !stream_known(stream))
+        DONE(CUDA_ERROR_INVALID_HANDLE);
     known->source = capturing_stream(stream);
     known->capture = known->source ? known->source->capture : NULL;
     struct timespec now;
