@@ -4,7 +4,7 @@ W ranks, S bytes each:
 
 push         Each rank pushes part p to rank p, which reduces what it got, step by step. One hop,
              (W - 1) / W * S bytes out and one signal per block and step; see shards.py for the
-             order of pushes and for the slots.
+             order of pushes, slots and lanes.
 low_latency  Each rank pushes part p to rank p as words of data and flag (see all_reduce.py): twice
              the bytes, one hop and no signals. Two slots in turn: a rank can be in call n + 2 only
              after every other has read its words of call n, because each call waits for all. Up to

@@ -5,7 +5,7 @@ W ranks, S bytes each, R bytes of results (S, unless results travel in another t
 two_shot              Reduce-scatter and all-gather in one kernel, by pushes only. Each rank pushes
                       shard p to rank p, reduces its own shard and pushes the results to all, or to
                       the root alone. (W - 1) / W * (S + R) bytes out, two hops and two signals per
-                      block and step; see shards.py for the order of pushes and for the slots.
+                      block and step; see shards.py for the order of pushes, slots and lanes.
 low_latency_two_shot  The same in words that hold data and flag (see all_reduce.py): no signals,
                       twice the bytes.
 
