@@ -2,20 +2,25 @@
 
 A is split over the ranks along its first axis, B is each rank's own.
 
-fused    A kernel, for large parts copy engines, sends the own rows to every peer, chunk by chunk,
-         with a signal after each. The product's persistent blocks take the chunks in the order in
-         which they arrive, the own ones first, so that communication hides behind computation:
-         W ranks, M rows in all, S = M * K * itemsize / W: (W - 1) * S bytes out of each rank,
-         2 * M * N * K operations, time about
-         max(operations / rate, (W - 1) * S / bandwidth) + the first own chunk.
-unfused  All rows are gathered, then multiplied: for few rows, whose product takes as long as it
-         takes to read B, which is read for every chunk when fused. gathering.py has both gathers.
+W ranks, M rows in all, S = M * K * itemsize / W: (W - 1) * S bytes out of each rank.
+
+fused       A kernel, for large parts copy engines, sends the own rows to every peer, chunk by
+            chunk, with a signal after each. The product's persistent blocks take the chunks in the
+            order in which they arrive, the own ones first, so that communication hides behind
+            computation: 2 * M * N * K operations, time about
+            max(operations / rate, (W - 1) * S / bandwidth) + the first own chunk.
+one_kernel  For few rows, of which every block has one tile: the first blocks of the product send
+            the own rows, first a few columns of all of them; the others take what is there to
+            begin their sums. Workspace: 3 * W * S bytes. See gathering_product.py.
+unfused     All rows are gathered, then multiplied: B is read once, not for each rank's rows, which
+            counts where they are very few. gathering.py has this gather and that of "fused".
 
 Several B (q, k, v; gate and up) share one gather. float8 rows travel with their scales. Bits for
 one Config do not depend on the order of arrival: a tile is one block's sum over K.
 
 Ordering: when the operation is complete on a rank's stream, its rows were sent, all rows had come
-and A may be reused. Peers write the plan's gathered buffer once this rank enters its next call.
+and A may be reused. Peers write the gathered rows once this rank enters its next call, or the one
+after that ("one_kernel").
 """
 
 from __future__ import annotations
@@ -25,93 +30,36 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import triton
-import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.call import Call
+from tdx.kernels.chunk_product import bind_chunks
+from tdx.kernels.few_rows import FEW_ROWS, few_rows, parts_of
 from tdx.kernels.gathering import GatherFirst, Gathering
-from tdx.kernels.matmul import bind_matmul, multiply_rows
+from tdx.kernels.gathering_product import GatheringProduct
+from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import check_apart, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import (
     Config,
     Product,
     ProductOptions,
-    blocks_for,
     given_operand,
     takes_options,
 )
 from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
 from tdx.kernels.split_matmul import split_memory
-from tdx.kernels.tile_product import known, known_strides
 from tdx.kernels.tiles import check_config
 from tdx.runtime.array import Array
 from tdx.runtime.checks import check_int
-from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
+from tdx.runtime.stream import NOWHERE
 from tdx.runtime.world import World
 
 __all__ = ["ALGORITHMS", "AllGatherMatmul", "all_gather_matmul"]
 
-ALGORITHMS = ("fused", "unfused")
-
-_SIZES = ["rows", "columns", "depth", "chunk_rows", "chunks", "stride_bk", "stride_bn"]
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def consume_kernel(
-    own, b, c, bias, scale_b, gathered, scales, progress, epoch, trace, world,
-    rows, columns, depth, chunk_rows, chunks, stride_bk, stride_bn,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, TRACE: tl.constexpr,
-):  # fmt: skip
-    """Each block takes its share of the own rows' tiles, then of every chunk's as it arrives."""
-    columns = known(columns, EVEN)
-    depth = known(depth, EVEN)
-    stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
-    me = tdl.rank(world)
-    units = tdl.num_ranks(world) * chunks
-    # tiles go round the blocks over all chunks, in whatever order they come; own ones to the first
-    chunk_tiles = tl.cdiv(chunk_rows, BM) * tl.cdiv(columns, BN)
-    first_row = me.to(tl.int64) * rows
-    multiply_rows(
-        own, b, c, bias, scales + first_row, scale_b, 0, first_row, rows, columns, depth,
-        depth, 1, stride_bk, stride_bn, 0, tdl.no_fault(world),
-        trace, _arrived(progress, units, epoch, TRACE), BM, BN, BK, GROUP_M, PRECISION,
-        HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED, TRACE,
-    )  # fmt: skip
-    number = tl.load(epoch)
-    lanes = tl.arange(0, tdl.MAX_WAIT_ANY)
-    done = ((lanes >= me * chunks) & (lanes < (me + 1) * chunks)).to(tl.int32)
-    for _ in range(chunks, units):
-        unit, done, ok = tdl.wait_any(progress, units, world, number, done, first=me * chunks)
-        if DESCRIBED:
-            tdl.fence_async_proxy()
-        before = (unit - me * chunks + units) % units * chunk_tiles
-        begin = (unit % chunks) * chunk_rows
-        first_row = (unit // chunks).to(tl.int64) * rows + begin
-        multiply_rows(
-            gathered, b, c, bias, scales, scale_b, first_row, first_row,
-            tl.minimum(chunk_rows, rows - begin), columns, depth,
-            depth, 1, stride_bk, stride_bn, before, ok,
-            trace, _arrived(progress, units, epoch, TRACE), BM, BN, BK, GROUP_M, PRECISION,
-            HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED, TRACE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _arrived(progress, units, epoch, TRACE: tl.constexpr):
-    """How many chunks are there; 0 if nobody asks."""
-    count = 0
-    if TRACE:
-        lanes = tl.arange(0, tdl.MAX_WAIT_ANY)
-        seen = tl.load(progress + lanes, mask=lanes < units, other=0, volatile=True)
-        count = tl.sum(((lanes < units) & (seen - tl.load(epoch) >= 0)).to(tl.int32))
-    return count
+ALGORITHMS = ("fused", "one_kernel", "unfused")
 
 
 class AllGatherMatmul(Plan):
@@ -128,8 +76,8 @@ class AllGatherMatmul(Plan):
         change their shapes in the same call.)
     dtype
         float16, bfloat16, float32 or float8_e4m3fn.
-    algorithm : {"fused", "unfused"}, optional
-        None: "unfused" for few rows, unless one of the next two is given.
+    algorithm : {"fused", "one_kernel", "unfused"}, optional
+        None: not "fused" for few rows, unless one of the next two is given.
     chunks_per_rank : int, optional
         Signals per rank: finer chunks start earlier and cost more signals. For "fused".
     trace : bool
@@ -168,7 +116,7 @@ class AllGatherMatmul(Plan):
             self.dtype = self.product.dtype
             check_algorithm(self.operation, algorithm, ALGORITHMS)
             following = chunks_per_rank is not None or trace
-            if algorithm == "unfused" and following:
+            if algorithm not in (None, "fused") and following:
                 raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
             self._check()
             *lead, self._depth = self.shape_a
@@ -178,15 +126,19 @@ class AllGatherMatmul(Plan):
             if chunks_per_rank is None:
                 chunks_per_rank = gather_chunks(world.backend, nbytes, line, size - 1)
             chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
-            first = not following and follows(world.backend, self._rows, nbytes, size)
-            self.algorithm = algorithm or ("unfused" if first else "fused")
+            self.algorithm = algorithm or ("fused" if following else self._choose(nbytes))
             parts = 1 if self.algorithm == "unfused" else size
-            check_config(config, "fused" if self.algorithm == "fused" else "")
+            check_config(config, "" if self.algorithm == "unfused" else self.algorithm)
             rows, self._widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
-            first_us = engines_us(world.backend, nbytes * (size - 1) // chunks)
+            first_us, beside = engines_us(world.backend, nbytes * (size - 1) // chunks), 0
+            if self.algorithm == "one_kernel":
+                self._parts = parts_of(world, self._depth, self.dtype.itemsize, config)
+                first_us, beside = FEW_ROWS[world.backend].first_us, self._parts.senders
+                shared.update(parts=self._parts)
             self.config = self.product.tile(
-                config, world, rows, self._widest, self._depth, parts, parts == 1, first_us
-            )
+                config, world, rows, self._widest, self._depth, parts, parts == 1, first_us,
+                beside=beside,
+            )  # fmt: skip
             self._traced = trace
             shared.update(a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype)
             shared.update(algorithm=self.algorithm)
@@ -196,6 +148,12 @@ class AllGatherMatmul(Plan):
                 shared.update(chunks_per_rank=chunks, multiple=self._multiple)
         with self.preparation():
             self._build(chunks, buffer)
+
+    def _choose(self, nbytes: int) -> str:
+        backend, rows, size = self.world.backend, self._rows, self.group.size
+        if few_rows(backend, rows, nbytes, size) and not self.product.scaled:
+            return "one_kernel"
+        return "unfused" if follows(backend, rows, nbytes, size) else "fused"
 
     def _check(self) -> None:
         if len(self.shape_a) < 2:
@@ -210,8 +168,12 @@ class AllGatherMatmul(Plan):
         world, size, depth = self.world, self.group.size, self._depth
         shape = (self._rows, depth)
         scaled, out = self.product.scaled, self.product.out_dtype
-        self._gathering: Gathering | GatherFirst
-        if self.algorithm == "unfused":
+        self._gathering: Gathering | GatherFirst | GatheringProduct
+        self._pusher = -1  # number of the b whose kernel sends rows, also if it is empty
+        if self.algorithm == "one_kernel":
+            self._pusher = next((i for i, (_, n) in enumerate(self.shapes_b) if n), 0)
+            self._gathering = GatheringProduct(self, shape, self.product, self._parts, self._pusher)
+        elif self.algorithm == "unfused":
             self._gathering = GatherFirst(self, shape, self.dtype, scaled)
         else:
             multiple = self._multiple if chunks > 1 else 1  # no ragged tile at a chunk's end
@@ -261,6 +223,7 @@ class AllGatherMatmul(Plan):
                 check_apart(self.operation, to, *others, *(p[2] for p in products))
                 products.append((run, y, to, vector, right))
             handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
+            self._called_on = handle
         except Exception as error:
             self.refuse(error)
             raise
@@ -283,48 +246,41 @@ class AllGatherMatmul(Plan):
         """The product with b number `i`, so laid out, bound at first use; None if empty."""
         key = (i, strides, step, bias, aligned)
         product, (k, n) = self.product, self.shapes_b[i]
-        if key not in self._kernels and n:
+        if key not in self._kernels and (n or i == self._pusher):
             sizes = (self.group.size * self._rows, n, k, k, 1, *strides)
             described = product.described(self.world, self.config, sizes, aligned)
-            bind = self._bind_fused if self.algorithm == "fused" else self._bind_unfused
-            self._kernels[key] = bind(i, sizes, (1, step), described, bias)
+            self._kernels[key] = self._bind(i, sizes, (1, step), described, bias)
         return self._kernels.get(key)
 
-    def _bind_fused(
+    def _bind(
         self, i: int, sizes: Sequence[int], steps: tuple[int, int], described: bool, bias: np.dtype
     ) -> Callable[..., None]:
-        gathering, product, (_, n, k, *strides) = self._gathering, self.product, sizes
-        assert isinstance(gathering, Gathering)
-        a, b = product.kinds(self.config, described, sizes)
-        own, _ = product.kinds(self.config, described, (self._rows, *sizes[1:]))
-        gathered: Any = a.of(gathering.buffer) if isinstance(a, Described) else gathering.buffer
-        tiles = self._tiles(n) * gathering.chunks * self.group.size
-        return self.bind(
-            consume_kernel, blocks_for(self.world, tiles, gathering.blocks),
-            (own, b, product.out_dtype, bias, product.scale_dtype),
-            gathered, gathering.scales, gathering.progress, gathering.epoch,
-            self._traces[i], self.group.handle, self._rows, n, k, gathering.chunk_rows,
-            gathering.chunks, *strides[2:], TRACE=self._traced, **product.constants,
-            **product.product_constants(self.config, sizes, steps, described),
-        )  # fmt: skip
-
-    def _bind_unfused(
-        self, i: int, sizes: Sequence[int], steps: tuple[int, int], described: bool, bias: np.dtype
-    ) -> Callable[..., None]:
-        world, product = self.world, self.product
+        world, product, gathering = self.world, self.product, self._gathering
+        layout = (sizes, steps, described, bias)
+        if isinstance(gathering, GatheringProduct):
+            return gathering.bind(self, product, self.config, i, *layout)
+        if isinstance(gathering, Gathering):
+            trace = (self._traces[i], self._traced)
+            return bind_chunks(self, gathering, product, self.config, *trace, *layout)
         others = (product.out_dtype, bias, product.scale_dtype, product.scale_dtype)
         run = bind_matmul(
             world, product, self.config, sizes, steps, described, others, self._split,
             self.group.handle,
         )  # fmt: skip
-        gathered = operand(world, self._gathering.buffer, "gathered")
-        scales = operand(world, self._gathering.scales, "scales")
+        gathered = operand(world, gathering.buffer, "gathered")
+        scales = operand(world, gathering.scales, "scales")
         return lambda stream, _, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
 
     def gathered(self) -> Array:
-        """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault."""
-        shape = (self.group.size * self.shape_a[0], *self.shape_a[1:])
-        return self._gathering.buffer.reshape(shape)
+        """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault.
+
+        With "one_kernel" this queues a copy on the stream of that call.
+        """
+        gathering, shape = self._gathering, (self.group.size * self.shape_a[0], *self.shape_a[1:])
+        if isinstance(gathering, GatheringProduct) and self._stream != NOWHERE:
+            here = self._called_on  # what is recorded there does not run now
+            gathering.take(here if self.world.driver.capturing(here) else self._stream)
+        return gathering.buffer.reshape(shape)
 
     def overlap(self) -> tuple[int, int]:
         """(remote tiles computed before the last chunk had arrived, remote tiles) of the last call.
@@ -352,7 +308,7 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
         (K, N) of this rank, any strides; several share one gather.
     return_gathered : bool
         Return the gathered a as well.
-    algorithm : {"fused", "unfused"}, optional
+    algorithm : {"fused", "one_kernel", "unfused"}, optional
     bias, scale_b, out : optional
         As matmul has them; with several b sequences, one for each.
     scale_a : optional

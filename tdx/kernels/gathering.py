@@ -31,7 +31,7 @@ from tdx.kernels.pushing import Push
 from tdx.kernels.select import block_bytes, block_elements, constants, gather_algorithm
 from tdx.runtime.array import Array
 
-__all__ = ["GatherFirst", "Gathering"]
+__all__ = ["GatherFirst", "Gathering", "spread_kernels"]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -115,7 +115,7 @@ class Gathering:
         self._nbytes = elements(shape) * dtype.itemsize
         signals = (self.progress, credit, self.epoch, plan.group.handle)
         self._enter = plan.bind(enter_kernel, 1, (), *signals, self.chunks, num_warps=1)
-        self._spread = _spread_kernels(plan, self.scales, rows) if scaled else []
+        self._spread = spread_kernels(plan, self.scales, rows) if scaled else []
         row_bytes = elements(shape[1:]) * dtype.itemsize
         self._pushing: CopyPush | _KernelPush
         chunk_bytes = min(self.chunk_rows, rows) * row_bytes
@@ -258,7 +258,7 @@ class GatherFirst:
         self.scales = self.buffer
         if scaled:
             self.scales = plan.workspace("scales", (size, rows), np.float32)
-            self._spread = _spread_kernels(plan, self.scales, rows)
+            self._spread = spread_kernels(plan, self.scales, rows)
             self._scales = kind(plan, 4 * rows, each=False) if rows else None
 
     def start(
@@ -289,7 +289,7 @@ class GatherFirst:
         """Peers look for faults before they write."""
 
 
-def _spread_kernels(plan: Plan, scales: Array, rows: int) -> list[Callable[..., None]]:
+def spread_kernels(plan: Plan, scales: Array, rows: int) -> list[Callable[..., None]]:
     """Bound to spread one scale, and one for each row."""
     block = block_elements(plan.world.backend, rows)
     return [

@@ -146,14 +146,14 @@ def _words(kernel: str, word: str, **more):
 
 def _product(
     kernel: str, dtype: str, target: str, b_unit: int = 1, described: bool = False,
-    shape: tuple[int, int, int] = (4096, 4096, 4096), **chosen,
+    shape: tuple[int, int, int] = (4096, 4096, 4096), parts: int = 1, **chosen,
 ):  # fmt: skip
-    """A matmul's kernel as it is chosen for a product of this shape."""
+    """A matmul's kernel as it is chosen for a product of this shape, or for `parts` of them."""
     from tdx.kernels.tiles import choose_tile
 
     backend = "hip" if target in AMD else "cuda"
     size = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}[dtype]
-    tile = choose_tile(backend, target, *shape, size, described, 132)
+    tile = choose_tile(backend, target, *shape, size, described, 132, parts)
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     even = not any(extent % 16 for extent in shape[1:])
     values = {
@@ -162,7 +162,8 @@ def _product(
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
         "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "OWN_CHUNK": 0,
         "SPLIT": 2, "WIDE": False, "PAIRS": size == 2, "SCATTERED": False, "BLOCK": 1024,
-        "SAMPLES": 128,
+        "SAMPLES": 128, "PUSH": True, "SENDERS": 16, "UNIT": 16, "WORDS": 2 * size, "FIRST_PM": 4,
+        "FIRST_PK": 256, "PM": 2, "PK": 2048, "SCALED": size == 1, "SCALES": 256,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
@@ -170,7 +171,10 @@ def _product(
     types = {
         **dict.fromkeys(("a", "b", "own", "gathered"), pointer),
         **dict.fromkeys(("c", "bias", "partials", "outgoing", "results"), out),
-        **dict.fromkeys(("scale_a", "scale_b", "scales", "total", "sums"), "*fp32"),
+        **dict.fromkeys(
+            ("scale_a", "scale_b", "scales", "own_scales", "total", "sums"), "*fp32"
+        ),
+        **dict.fromkeys(("x", "slots"), "*i64"),
         **dict.fromkeys(
             ("progress", "epoch", "signals", "credit", "trace", "arrived", "finished", "made"),
             "*i32",
@@ -178,7 +182,7 @@ def _product(
         "slots": "*i64", "world": "world", "channel": "channel",
         **dict.fromkeys(
             ("rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk",
-             "stride_bn", "chunk_rows", "chunks", "owned"), "i32"
+             "stride_bn", "chunk_rows", "chunks", "owned", "line_units", "first", "parts"), "i32"
         ),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
@@ -277,6 +281,13 @@ CASES = {
         {"num_warps": 1},
     ),
     "take": _take(),
+    "take-rows": (
+        "gathering_product.take_kernel",
+        {"out": "*i64", "slots": "*i64", "epoch": "*i32", "world": "world", "row_units": "i32",
+         "UNIT": "constexpr", "BLOCK": "constexpr"},
+        {"UNIT": 16, "BLOCK": 4096},
+        {"num_warps": 8},
+    ),
     "take-odd": _take(even=False),
     "enter": ("copy_push.enter_kernel", {**GATHERING, "chunks": "i32"}, {}, {"num_warps": 1}),
     "barrier": (
@@ -287,19 +298,27 @@ RAGGED = {"shape": (4096, 4104, 4096)}
 FEW_ROWS = {"shape": (16, 7168, 8192)}
 SEVERAL_ROWS = {"shape": (128, 7168, 8192)}
 SCATTERED_ROWS = {"SCATTERED": True, **SEVERAL_ROWS}
+TWO_HALVES = {"shape": (64, 7168, 8192), "parts": 2}
 PRODUCTS = {
     "matmul-bf16": ("matmul.matmul_kernel", "bfloat16", {}),
     "matmul-gathered": ("matmul.matmul_kernel", "bfloat16", {"GATHERED": True}),
     "matmul-bf16-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0}),
     "matmul-bf16-few": ("matmul.matmul_kernel", "bfloat16", FEW_ROWS),
     "matmul-split": ("split_matmul.split_kernel", "bfloat16", SEVERAL_ROWS),
-    "consume-bf16": ("all_gather_matmul.consume_kernel", "bfloat16", {}),
+    "consume-bf16": ("chunk_product.consume_kernel", "bfloat16", {}),
     "consume-bf16-ragged": (
-        "all_gather_matmul.consume_kernel",
+        "chunk_product.consume_kernel",
         "bfloat16",
         RAGGED,
     ),
-    "consume-fp32": ("all_gather_matmul.consume_kernel", "float32", {}),
+    "consume-fp32": ("chunk_product.consume_kernel", "float32", {}),
+    "one_kernel-bf16": ("gathering_product.gather_multiply_kernel", "bfloat16", TWO_HALVES),
+    "one_kernel-fp32": ("gathering_product.gather_multiply_kernel", "float32", TWO_HALVES),
+    "one_kernel-ragged": (
+        "gathering_product.gather_multiply_kernel",
+        "bfloat16",
+        {**RAGGED, "PUSH": False},
+    ),
     "scattered-bf16": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {}),
     "scattered-whole": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {"OWN_CHUNK": 512}),
     "scattered-fp32": ("matmul_reduce_scatter.fused_kernel", "float32", {}),
@@ -316,7 +335,12 @@ PRODUCTS = {
 }
 FLOAT8 = {
     "matmul-fp8": ("matmul.matmul_kernel", "float8_e4m3fn", {}),
-    "consume-fp8": ("all_gather_matmul.consume_kernel", "float8_e4m3fn", {"b_unit": 0}),
+    "consume-fp8": ("chunk_product.consume_kernel", "float8_e4m3fn", {"b_unit": 0}),
+    "one_kernel-fp8": (
+        "gathering_product.gather_multiply_kernel",
+        "float8_e4m3fn",
+        {"b_unit": 0},
+    ),
     "scattered-fp8": ("matmul_reduce_scatter.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
     "fused-fp8": ("matmul_all_reduce.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
 }
@@ -335,7 +359,17 @@ DESCRIBED = {
         "bfloat16",
         {**BY_DESCRIPTORS, **SEVERAL_ROWS},
     ),
-    "consume-described": ("all_gather_matmul.consume_kernel", "bfloat16", BY_DESCRIPTORS),
+    "consume-described": ("chunk_product.consume_kernel", "bfloat16", BY_DESCRIPTORS),
+    "one_kernel-described": (
+        "gathering_product.gather_multiply_kernel",
+        "bfloat16",
+        {**BY_DESCRIPTORS, **TWO_HALVES},
+    ),
+    "one_kernel-described-large": (
+        "gathering_product.gather_multiply_kernel",
+        "bfloat16",
+        {**BY_DESCRIPTORS, "shape": (256, 7168, 8192), "parts": 2, "b_unit": 0},
+    ),
     "scattered-described": ("matmul_reduce_scatter.fused_kernel", "bfloat16", BY_DESCRIPTORS),
     "scattered-whole-described": (
         "matmul_reduce_scatter.fused_kernel",

@@ -24,6 +24,7 @@ WAITING = [
     "push", "push-scaled", "push-all", "push-one", "root-words-i64", "broadcast-scatter",
     "barrier", "grant", "confirm", "take", "consume-bf16", "consume-fp32", "scattered-bf16",
     "norm-one_shot", "norm-two_shot", "fused-bf16", "fused-one_shot-ragged",
+    "one_kernel-bf16",
 ]  # fmt: skip
 GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
@@ -63,7 +64,7 @@ def test_compiles_without_spills(outcome, case, target):
         assert (outcome.stack, positions(outcome.code, r"vgpr_spill_count: [1-9]")) == (0, [])
     elif case.startswith(("low_latency", "push-", "words", "root-words")):
         assert outcome.stack <= 64  # the frame of a call on the slow path
-    elif case.startswith(("two_shot", "scatter-", "norm-two_shot")) or (
+    elif case.startswith(("two_shot", "scatter-", "norm-two_shot", "one_kernel")) or (
         ("fp32" in case and case in PRODUCTS) or case in DESCRIBED
     ):
         assert outcome.stack <= 64  # the assembler gives up some so that two blocks fit
@@ -80,7 +81,8 @@ def test_compiles_without_spills(outcome, case, target):
      "two_shot-buffer", "two_shot-root", "two_shot-lanes", "two_shot-lanes-copy",
      "two_shot-lanes-copy-2", "scatter-bf16", "scatter-fp32-8", "scatter-lanes-2",
      "scatter-lanes-8", "norm-one_shot", "norm-two_shot", "norm-two_shot-8",
-     "pull", "push", "push-all", "push-one", "broadcast-scatter", "take"],
+     "pull", "push", "push-all", "push-one", "broadcast-scatter", "take", "take-rows",
+     "one_kernel-bf16", "one_kernel-fp8"],
 )  # fmt: skip
 def test_bodies_move_16_byte_vectors(outcome, case, target):
     code = outcome.code
@@ -91,7 +93,7 @@ def test_bodies_move_16_byte_vectors(outcome, case, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     "case", ["matmul-bf16", "matmul-bf16-bT", "consume-bf16", "scattered-bf16", "scattered-whole",
-             "fused-bf16"],
+             "fused-bf16", "one_kernel-bf16"],
 )  # fmt: skip
 def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
     code = outcome.code
@@ -131,7 +133,8 @@ def test_described_products_load_by_descriptors(outcome, case, target):
     assert positions(code, r"mma\.sync" if case.endswith("-few") else unit)
     assert positions(code, load)
     assert not positions(code, r"cp\.async\.c[ag]")
-    if case.startswith("consume"):  # what a peer has stored and signalled, these loads see
+    if case.startswith(("consume", "one_kernel")):
+        # what a peer has stored and signalled, these loads see
         assert in_order(code, r"ld\.acquire\.sys", r"fence\.proxy\.async;", load)
 
 
@@ -163,11 +166,20 @@ def test_waits_are_loops_that_acquire(outcome, case, target):
     assert positions(code, r"%globaltimer|s_memrealtime")
 
 
+@pytest.mark.parametrize("case", ["one_kernel-described", "one_kernel-described-large"])
+def test_sums_over_parts_keep_their_pipeline(outcome_of, case):
+    """Of the own rows and of a peer's: loads are on their way while tensor cores work."""
+    loops = outcome_of(case, "sm_90").ttgir.split("scf.for")
+    for rows in ("own", "gathered"):
+        copy = rf"isAsync = true.*async_tma_copy_global_to_local %{rows}\["
+        assert any(re.search(copy, loop, re.DOTALL) for loop in loops)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i64",
     "broadcast-scatter", "put-signal", "enter", "grant", "scattered-bf16",
-    "scattered-whole", "norm-two_shot", "fused-bf16",
+    "scattered-whole", "norm-two_shot", "fused-bf16", "one_kernel-bf16",
 ])  # fmt: skip
 def test_signals_release(outcome, case, target):
     pattern = r"(st|red|atom)\S*\.release|release\S*\.sys|buffer_wbl2 sc0 sc1"

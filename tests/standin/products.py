@@ -82,7 +82,7 @@ def products_through_descriptors(rank: Rank) -> None:
             tdx.matmul(odd, b, config=described)
         first, second = (world.zeros((32, 64), "bfloat16", symmetric=False) for _ in range(2))
         for name, algorithms in {
-            "all_gather_matmul": ("fused", "unfused"),
+            "all_gather_matmul": ("fused", "one_kernel", "unfused"),
             "matmul_reduce_scatter": ("fused", "unfused"),
             "matmul_all_reduce": ("one_shot", "two_shot", "copy_engine", "unfused"),
         }.items():

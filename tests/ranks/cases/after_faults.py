@@ -29,7 +29,7 @@ ALGORITHMS = [
     (tdx.AllToAll, (), ["low_latency", "push"]),
     (tdx.Broadcast, (0,), ["low_latency", "scatter"]),
     (tdx.AllReduceRmsNorm, (), ["low_latency", "one_shot", "two_shot"]),
-    (tdx.AllGatherMatmul, ((64, 16),), ["fused", "unfused"]),
+    (tdx.AllGatherMatmul, ((64, 16),), ["fused", "one_kernel", "unfused"]),
     (tdx.MatmulReduceScatter, ((64, 16),), list(matmul_reduce_scatter.ALGORITHMS)),
     (tdx.MatmulAllReduce, ((64, 16),), list(matmul_all_reduce.ALGORITHMS)),
 ]

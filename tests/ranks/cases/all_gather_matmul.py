@@ -241,15 +241,17 @@ def case_overlap_with_a_late_sender(world, engines):
 
 
 @worlds(1, 2, 3)
-@pytest.mark.parametrize("engines", [False, True])
-def case_a_that_is_written_to(world, engines):
+@pytest.mark.parametrize(
+    ("algorithm", "engines"), [("fused", False), ("fused", True), ("one_kernel", False)]
+)
+def case_a_that_is_written_to(world, algorithm, engines):
     """`a` may overlap results and the gathered buffer, and begin anywhere."""
     m, k, size, rank = 40, 32, world.size, world.rank
     b = values(5, (k, k), "float32") / 8
     y = world.array(b, symmetric=False)
     with many_blocks(), copy_engines(engines):
-        plan = tdx.AllGatherMatmul(world, (m, k), (k, k), "float32", algorithm="fused")
-        other = tdx.AllGatherMatmul(world, (m, k), (k, k), "float32", algorithm="fused")
+        plan = tdx.AllGatherMatmul(world, (m, k), (k, k), "float32", algorithm=algorithm)
+        other = tdx.AllGatherMatmul(world, (m, k), (k, k), "float32", algorithm=algorithm)
     whole = whole_a(world, (m, k), "float32")
     x = world.array(whole[rank * m : (rank + 1) * m], symmetric=False)
     once = plan(x, y).numpy()
@@ -299,6 +301,9 @@ def case_bad_arguments(world):
         (InvalidArgument, "shape", lambda: call(x, y, out=x)),
         (InvalidArgument, "2 b", lambda: call(x, [y, y], out=[x])),
         (InvalidArgument, "2 b", lambda: call(x, [y, y], bias=[y[0]])),
+        (InvalidArgument, "for algorithm=\"fused\"",
+         lambda: tdx.AllGatherMatmul(
+             world, (4, 8), (8, 5), "float32", algorithm="one_kernel", trace=True)),
         (InvalidArgument, "chunks_per_rank",
          lambda: tdx.AllGatherMatmul(world, (4, 8), (8, 5), "float32", chunks_per_rank=0)),
     ]:  # fmt: skip

@@ -171,6 +171,7 @@ OPERATIONS = {
     "scatter": ("broadcast", "places"),
     "barrier": ("barrier", "channel"),
     "fused": ("all_gather_matmul", "credit progress"),
+    "one_kernel": ("all_gather_matmul", "progress"),
     "unfused": ("all_gather_matmul", "slots"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "credit"),
     "matmul_reduce_scatter-low_latency": ("matmul_reduce_scatter", "words"),
@@ -199,7 +200,7 @@ def plan_of(world, name):
         return tdx.AllReduceRmsNorm(world, 12, "float32", algorithm="two_shot"), (x, x)
     a, b = world.zeros((12, 8), "float32"), world.zeros((8, 4), "float32")
     shapes = (a.shape, b.shape, "float32")
-    if name in ("fused", "unfused"):
+    if name in ("fused", "one_kernel", "unfused"):
         return tdx.AllGatherMatmul(world, *shapes, algorithm=name), (a, b)
     name, _, algorithm = name.partition("-")
     summed = {

@@ -156,7 +156,10 @@ def _plans(world):
     shapes = ((m, k), (k, n), KIND)
     return [
         tdx.AllGatherMatmul(world, *shapes, config=SMALL, chunks_per_rank=3),
-        tdx.AllGatherMatmul(world, *shapes, config=SMALL, algorithm="unfused"),
+        *(
+            tdx.AllGatherMatmul(world, *shapes, config=SMALL, algorithm=algorithm)
+            for algorithm in ("one_kernel", "unfused")
+        ),
         tdx.MatmulReduceScatter(world, *shapes, config=SMALL, partial_dtype="float32"),
         *(
             tdx.MatmulAllReduce(

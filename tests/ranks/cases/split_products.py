@@ -61,7 +61,8 @@ def case_unfused(world, kind, dtype):
 def case_fused_ones_refuse(world):
     x, y = world.zeros((M, K), "float32"), world.zeros((K, N), "float32")
     for call, algorithms in (
-        (tdx.all_gather_matmul, ("fused",)), (tdx.matmul_reduce_scatter, ("fused", "low_latency")),
+        (tdx.all_gather_matmul, ("fused", "one_kernel")),
+        (tdx.matmul_reduce_scatter, ("fused", "low_latency")),
         (tdx.matmul_all_reduce, ("low_latency", "one_shot", "two_shot", "copy_engine", None)),
     ):  # fmt: skip
         for algorithm in algorithms:
