@@ -278,6 +278,8 @@ class AllGatherMatmul(Plan):
         """
         gathering, shape = self._gathering, (self.group.size * self.shape_a[0], *self.shape_a[1:])
         if isinstance(gathering, GatheringProduct) and self._stream != NOWHERE:
+            if self.world.recording is not None:
+                self.world.recording.keep(self)
             here = self._called_on  # what is recorded there does not run now
             gathering.take(here if self.world.driver.capturing(here) else self._stream)
         return gathering.buffer.reshape(shape)
