@@ -127,8 +127,11 @@ class AllGatherMatmul(Plan):
                 chunks_per_rank = gather_chunks(world.backend, nbytes, line, size - 1)
             chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
             self.algorithm = algorithm or ("fused" if following else self._choose(nbytes))
-            parts = 1 if self.algorithm == "unfused" else size
             check_config(config, "" if self.algorithm == "unfused" else self.algorithm)
+            together = self.algorithm == "unfused"  # do tiles have rows of several ranks?
+            if self.algorithm == "one_kernel":
+                together = self._rows * size <= constants(world.backend).tile[0]
+            parts = 1 if together else size
             rows, self._widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
             first_us, beside = engines_us(world.backend, nbytes * (size - 1) // chunks), 0
             if self.algorithm == "one_kernel":
@@ -136,8 +139,8 @@ class AllGatherMatmul(Plan):
                 first_us, beside = FEW_ROWS[world.backend].first_us, self._parts.senders
                 shared.update(parts=self._parts)
             self.config = self.product.tile(
-                config, world, rows, self._widest, self._depth, parts, parts == 1, first_us,
-                beside=beside,
+                config, world, rows, self._widest, self._depth, parts,
+                self.algorithm == "unfused", first_us, beside=beside,
             )  # fmt: skip
             self._traced = trace
             shared.update(a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype)

@@ -45,11 +45,12 @@ _SIZES = ["rows", "columns", "depth", "line_units", "first", "parts", "stride_bk
 
 @triton.jit
 def _push(
-    x, to, begin, end, index, senders, rows, line, world, PM: tl.constexpr, PK: tl.constexpr,
+    x, to, begin, end, index, senders, rows, line, world,
+    WHOLE: tl.constexpr, PM: tl.constexpr, PK: tl.constexpr,
 ):  # fmt: skip
     """Store this program's share of words `begin` to `end` of each row at all peers.
 
-    A single rank stores them at itself: where the next rank is.
+    A single rank stores them at itself: where the next rank is. WHOLE: each rank does.
     """
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
@@ -64,7 +65,7 @@ def _push(
         at = tl.cast(row, tl.int64) * line + word
         lanes = rm[:, None] * line + rk[None, :]
         value = tl.load(x + at + lanes, mask=inside)
-        for hop in range(1, tl.maximum(ranks, 2)):
+        for hop in range(1, ranks + 1 if WHOLE else tl.maximum(ranks, 2)):
             theirs = tdl.symm_at(to, (me + hop) % ranks, world) + at
             tl.store(theirs + lanes, value, mask=inside & sound)
 
@@ -84,27 +85,27 @@ def _notify_all(signal, number, world):
 def _push_parts(
     x, slots, own_scales, scales, progress, number, index, senders, rows, line, first, parts, world,
     WORDS: tl.constexpr, FIRST_PM: tl.constexpr, FIRST_PK: tl.constexpr, PM: tl.constexpr,
-    PK: tl.constexpr, SCALED: tl.constexpr, SCALES: tl.constexpr,
+    PK: tl.constexpr, SCALED: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A pushing program's work. `first` columns are a multiple of 16, which are WORDS words."""
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     own_row = ((number & 1) * ranks + me).to(tl.int64) * rows
     to = slots + own_row * line
-    signal = progress + me * parts * senders + index
+    signal = progress + me * senders + index
     if SCALED:
         first_hop = tl.where((index == 0) & tdl.no_fault(world), 1, ranks + 1)
-        for hop in range(first_hop, tl.maximum(ranks, 2)):
+        for hop in range(first_hop, ranks + 1 if WHOLE else tl.maximum(ranks, 2)):
             theirs = tdl.symm_at(scales + own_row, (me + hop) % ranks, world)
             copy_share(theirs, own_scales + me.to(tl.int64) * rows, rows, 0, 1, SCALES)
     end = tl.where(parts == 1, line, first // 16 * WORDS)
-    _push(x, to, 0, end, index, senders, rows, line, world, FIRST_PM, FIRST_PK)
+    _push(x, to, 0, end, index, senders, rows, line, world, WHOLE, FIRST_PM, FIRST_PK)
     _notify_all(signal, number, world)
     begin = first
     for part in range(1, parts):
         end = tl.where(part == parts - 1, line, begin * _GROWTH // 16 * WORDS)
-        _push(x, to, begin // 16 * WORDS, end, index, senders, rows, line, world, PM, PK)
-        _notify_all(signal + part * senders, number, world)
+        _push(x, to, begin // 16 * WORDS, end, index, senders, rows, line, world, WHOLE, PM, PK)
+        _notify_all(signal + part * ranks * senders, number, world)
         begin *= _GROWTH
     if index == 0:  # also where no tile waits for the rows
         count = ranks * parts * senders
@@ -118,17 +119,22 @@ def _multiply(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, EVEN: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    DESCRIBED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A multiplying program's tiles: of the own rows, then of the previous rank's, and so on."""
+    """A multiplying program's tiles: of the own rows, then of the previous rank's, and so on.
+
+    WHOLE: tiles of all ranks' rows together.
+    """
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     sound = tdl.no_fault(world)
-    tiles_m = tl.cdiv(rows, BM)
+    height = rows * ranks if WHOLE else rows
+    tiles_m = tl.cdiv(height, BM)
     tiles_n = tl.cdiv(columns, BN)
     tiles = tiles_m * tiles_n
     own_row = me.to(tl.int64) * rows
-    for tile in range(block, tiles, blocks):
+    own_tiles = 0 if WHOLE else tiles
+    for tile in range(block, own_tiles, blocks):
         row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         total = tile_product(
             own, b, own_scales + own_row, scale_b, 0, row, col, rows, columns, depth,
@@ -139,31 +145,32 @@ def _multiply(
             c + own_row * columns, total, bias, row, col, rows, columns, columns, sound,
             BM, BN, HAS_BIAS, ACTIVATION, DESCRIBED and BN > 128,
         )  # fmt: skip
-    late = block + tl.cdiv(tl.maximum(tiles - block, 0), blocks) * blocks
-    for tile in range(late, tiles * ranks, blocks):
-        peer = (me + ranks - tile // tiles) % ranks
+    late = block + tl.cdiv(tl.maximum(own_tiles - block, 0), blocks) * blocks
+    count = senders * (ranks if WHOLE else 1)
+    for tile in range(late, tiles * (1 if WHOLE else ranks), blocks):
+        peer = 0 if WHOLE else (me + ranks - tile // tiles) % ranks
         row, col = grouped_tile(tile % tiles, tiles_m, tiles_n, GROUP_M)
         base = ((number & 1) * ranks + peer).to(tl.int64) * rows
         total = tl.zeros((BM, BN), tl.float32)
         ok = sound
         begin = 0
-        bound = first
         for part in range(0, parts):
-            signals = progress + (peer * parts + part) * senders
-            ok = tdl.wait_all(signals, senders, world, number, first_peer=-senders) & ok
+            signals = progress + (part * ranks + peer) * senders
+            ok = tdl.wait_all(signals, count, world, number, first_peer=-count) & ok
             if DESCRIBED:
                 tdl.fence_async_proxy()
-            end = known(tl.where(part == parts - 1, depth, bound), EVEN)
+            # no variable of this loop takes over another one's value: Triton 3.6 loses both then
+            end = tl.where(part == 0, first, begin * _GROWTH)
+            end = known(tl.where(part == parts - 1, depth, end), EVEN)
             total = tile_product(
-                gathered, b, scales, scale_b, base, row, col, rows, columns, end,
+                gathered, b, scales, scale_b, base, row, col, height, columns, end,
                 depth, 1, stride_bk, stride_bn, BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP,
                 DESCRIBED, begin // 16 * 16, total, part == parts - 1,
             )  # fmt: skip
-            begin = bound
-            bound *= _GROWTH
+            begin = end
         store_tile(
-            c + peer.to(tl.int64) * rows * columns, total, bias, row, col, rows, columns, columns,
-            ok, BM, BN, HAS_BIAS, ACTIVATION, DESCRIBED and BN > 128,
+            c + tl.cast(peer, tl.int64) * rows * columns, total, bias, row, col, height, columns,
+            columns, ok, BM, BN, HAS_BIAS, ACTIVATION, DESCRIBED and BN > 128,
         )  # fmt: skip
 
 
@@ -177,6 +184,7 @@ def gather_multiply_kernel(
     EVEN: tl.constexpr, DESCRIBED: tl.constexpr, PUSH: tl.constexpr, SENDERS: tl.constexpr,
     UNIT: tl.constexpr, WORDS: tl.constexpr, FIRST_PM: tl.constexpr, FIRST_PK: tl.constexpr,
     PM: tl.constexpr, PK: tl.constexpr, SCALED: tl.constexpr, SCALES: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """SENDERS programs push the rows of x, as words; the others multiply.
 
@@ -195,14 +203,14 @@ def gather_multiply_kernel(
         _push_parts(
             x, slots, own_scales, scales, progress, number, index, SENDERS, rows,
             line_units * UNIT, first, parts, world, WORDS, FIRST_PM, FIRST_PK, PM, PK, SCALED,
-            SCALES,
+            SCALES, WHOLE,
         )  # fmt: skip
     else:
         _multiply(
             own, b, c, bias, scale_b, gathered, own_scales, scales, progress, number,
             index - PUSHING, tl.num_programs(0) - PUSHING, SENDERS, rows, columns, depth, first,
             parts, stride_bk, stride_bn, world, BM, BN, BK, GROUP_M, PRECISION, HAS_BIAS,
-            ACTIVATION, B_UNIT, A_STEP, B_STEP, EVEN, DESCRIBED,
+            ACTIVATION, B_UNIT, A_STEP, B_STEP, EVEN, DESCRIBED, WHOLE,
         )  # fmt: skip
 
 
@@ -296,7 +304,9 @@ class GatheringProduct:
         width = word.itemsize
         line, first = self._line // width, parts.first * product.dtype.itemsize // width
         pushing = parts.senders if i == self._pusher else 0
-        tiles = config.tiles(self._rows, n) * plan.group.size
+        height = self._rows * plan.group.size
+        whole = height <= config.block_m
+        tiles = config.tiles(height, n) if whole else config.tiles(self._rows, n) * plan.group.size
         blocks = pushing + blocks_for(world, tiles, pushing)
         threads = config.num_warps * (64 if world.backend == "hip" else 32)
         pm, pk = self._tile(min(first, line), threads)
@@ -308,7 +318,7 @@ class GatheringProduct:
             self._epoch, self._channel, plan.group.handle, self._rows, n, k, line // unit,
             parts.first, parts.count, *strides[2:], PUSH=pushing > 0, SENDERS=parts.senders,
             UNIT=unit, WORDS=16 * product.dtype.itemsize // width, FIRST_PM=pm, FIRST_PK=pk,
-            PM=rest[0], PK=rest[1], SCALED=product.scaled,
+            PM=rest[0], PK=rest[1], SCALED=product.scaled, WHOLE=whole,
             SCALES=block_elements(world.backend, self._rows), **product.constants,
             **product.product_constants(config, sizes, steps, described),
         )  # fmt: skip

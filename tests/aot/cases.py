@@ -164,6 +164,7 @@ def _product(
         "SPLIT": 2, "WIDE": False, "PAIRS": size == 2, "SCATTERED": False, "BLOCK": 1024,
         "SAMPLES": 128, "PUSH": True, "SENDERS": 16, "UNIT": 16, "WORDS": 2 * size, "FIRST_PM": 4,
         "FIRST_PK": 256, "PM": 2, "PK": 2048, "SCALED": size == 1, "SCALES": 256,
+        "WHOLE": False,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
