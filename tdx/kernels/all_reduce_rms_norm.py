@@ -61,7 +61,6 @@ class Config(ReductionConfig):
     """How it runs: see tdx.kernels.reduction.ReductionConfig. Pins the bits of the norm.
 
     `algorithm` is "low_latency", "one_shot" or "two_shot"; `block` counts elements of a row.
-    `lanes` changes nothing.
     """
 
     algorithms: ClassVar[tuple[str, ...]] = ("low_latency", "one_shot", "two_shot")

@@ -4,7 +4,7 @@ W ranks, S bytes each:
 
 push         Each rank pushes part p to rank p, which reduces what it got, step by step. One hop,
              (W - 1) / W * S bytes out and one signal per block and step; see shards.py for the
-             order of pushes, slots and lanes.
+             order of pushes and for the slots.
 low_latency  Each rank pushes part p to rank p as words of data and flag (see all_reduce.py): twice
              the bytes, one hop and no signals. Two slots in turn: a rank can be in call n + 2 only
              after every other has read its words of call n, because each call waits for all. Up to
@@ -47,12 +47,10 @@ from tdx.kernels.select import (
 )
 from tdx.kernels.shards import (
     Steps,
-    lane_step,
     notify_ranks,
     part_length,
     push_step,
     push_words,
-    slot_offset,
     sum_of_ranks,
     sum_of_words,
 )
@@ -84,43 +82,39 @@ def _reduce_at(
     finish(total, out, out, out, at, mask, 1, tdl.num_ranks(world), OP, False, False)
 
 
-@triton.jit(do_not_specialize=["units", "lane_vectors", "step_vectors", "steps"])
+@triton.jit(do_not_specialize=["units", "step_vectors", "steps"])
 def push_kernel(
-    x, out, staging, signals, channel, world, units, lane_vectors, step_vectors, steps,
-    OP: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    x, out, staging, signals, channel, world, units, step_vectors, steps,
+    OP: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push step s, reduce step s - 1, for all steps. Parts have `units` * UNIT elements.
 
     `signals` holds RANKS words for each block: who has pushed its part of which step.
     """
-    lane = tl.program_id(0) % LANES
-    index = tl.program_id(0) // LANES
-    parts = tl.num_programs(0) // LANES
+    index = tl.program_id(0)
+    parts = tl.num_programs(0)
     shard = tl.cast(units, tl.int64) * UNIT
     size = tl.cast(step_vectors, tl.int64) * _VECTOR
     me = tdl.rank(world).to(tl.int64)
-    pushed = signals + tl.program_id(0) * RANKS
+    pushed = signals + index * RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
     ok = (steps > 0) & tdl.no_fault(world)
     for s in range(0, steps + 1):
         now = first + s
         if s < steps:
             if ok:
-                slot = staging + slot_offset(now, lane, size, RANKS, SLOTS, LANES)
-                begin, length = lane_step(s, lane, lane_vectors, step_vectors, LANES)
-                push_step(
-                    x, slot, world, RANKS * shard, shard, size, begin, length, index, parts, BLOCK
-                )
+                slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                push_step(x, slot, world, RANKS * shard, shard, s * size, size, BLOCK)
             notify_ranks(pushed, world, now + 1, ok)
         if s > 0:
             ok = tdl.wait_all(pushed, RANKS, world, now) & ok
             if ok:
-                slot = staging + slot_offset(now - 1, lane, size, RANKS, SLOTS, LANES)
-                begin, length = lane_step(s - 1, lane, lane_vectors, step_vectors, LANES)
+                slot = staging + ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                begin = (s - 1) * size
                 own = x + me * shard + begin
                 to = out + begin
-                count = part_length(me, shard, RANKS * shard, begin, length)
+                count = part_length(me, shard, RANKS * shard, begin, size)
                 whole = count // BLOCK
                 for block in range(index, whole, parts):
                     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -261,13 +255,13 @@ class ReduceScatter(Plan):
                 low_latency_kernel, blocks, kinds, words, self.channel(blocks), world, units, slot,
                 PAIRS=size == 2, **named,
             )  # fmt: skip
-        steps, blocks = Steps.spread(self, config, self._shard, ranks * self._shard * size)
-        slots = steps.lanes * steps.slots * ranks
-        staging = self.workspace("shards", (slots * steps.elements,), self.dtype)
+        steps = Steps.make(self._shard, ranks * self._shard * size, config.steps)
+        blocks = self.blocks_for(-(-steps.elements // config.block), config.blocks)
+        staging = self.workspace("shards", (steps.slots * ranks * steps.elements,), self.dtype)
         signals = self.workspace("signals", (blocks * ranks,), np.int32, steps=steps.count)
         return self.bind(
             push_kernel, blocks, kinds, staging, signals, self.channel(blocks), world, units,
-            steps.lane, steps.vectors, steps.count, SLOTS=steps.slots, LANES=steps.lanes, **named,
+            steps.vectors, steps.count, SLOTS=steps.slots, **named,
         )  # fmt: skip
 
     def __call__(self, x: Any, out: Any = None, stream: Any = None) -> Any:

@@ -51,9 +51,6 @@ class ReductionConfig:
     steps : int, optional
         Least number of pieces in which shards pass through the staging memory, for algorithms
         that push shards; None: as few as the bound of that memory allows.
-    lanes : int, optional
-        1, or 2: even and odd blocks have a half of each shard and are half a step apart, so that
-        some wait while others fill the links. None: 2 where there are several steps.
     """
 
     algorithm: str
@@ -61,7 +58,6 @@ class ReductionConfig:
     num_warps: int = 8
     blocks: int | None = None
     steps: int | None = None
-    lanes: int | None = None
 
     algorithms: ClassVar[tuple[str, ...]] = ()
 
@@ -76,7 +72,7 @@ class ReductionConfig:
             raise InvalidArgument(
                 f"algorithm={self.algorithm!r} is not one of {', '.join(self.algorithms)}"
             )
-        given = [name for name in ("blocks", "steps", "lanes") if getattr(self, name) is not None]
+        given = [name for name in ("blocks", "steps") if getattr(self, name) is not None]
         make_ints(self, "block", "num_warps", *given)
         for name in ("block", "num_warps"):
             value = getattr(self, name)
@@ -86,10 +82,6 @@ class ReductionConfig:
             value = getattr(self, name)
             if value < 1:
                 raise InvalidArgument(f"{name}={value} must be None or at least 1")
-        if self.lanes not in (None, 1, 2):
-            raise InvalidArgument(f"lanes={self.lanes} must be None, 1 or 2")
-        if self.lanes == 2 and self.blocks == 1:
-            raise InvalidArgument("lanes=2 needs blocks=None or at least 2, got blocks=1")
 
 
 def check_types(

@@ -9,11 +9,6 @@ Large shards go in steps, which are numbered over all calls, through the slots i
 pushes step t + 1 before it waits for step t. So when it pushes step t, it has step t - 2 of every
 peer, and these had then finished reading step t - 4: four slots are enough, without a signal that
 says so. Two are, when each call is one step, because then it has step t - 1 of every peer.
-
-Where calls have several steps, even and odd blocks are two lanes, each with its half of every shard
-and half a step apart: while the blocks of one wait until their stores have arrived, before they
-signal, or reduce, those of the other fill the links. A lane has slots of its own. They are safe as
-above, because signals are a block's own, and a place in a slot is the same block's in every step.
 """
 
 from __future__ import annotations
@@ -26,25 +21,21 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx import abi
 from tdx.kernels.copying import VECTOR, copy_share, padded
-from tdx.kernels.plan import Plan
-from tdx.kernels.reduction import ReductionConfig, combine, reduce_words, to_words, widen
+from tdx.kernels.reduction import combine, reduce_words, to_words, widen
 from tdx.kernels.select import STAGING_BYTES
 from tdx.language.address import masked_peers
 
 __all__ = [
     "Steps",
-    "lane_step",
     "notify_ranks",
     "part_length",
     "push_step",
     "push_words",
-    "slot_offset",
     "sum_of_ranks",
     "sum_of_words",
 ]
 
-_MOST = tl.constexpr(abi.MAX_RANKS)
-_VECTOR = tl.constexpr(VECTOR)
+_LANES = tl.constexpr(abi.MAX_RANKS)
 
 
 @dataclass(frozen=True)
@@ -54,87 +45,33 @@ class Steps:
     Attributes
     ----------
     vectors : int
-        Elements of a lane's step of one shard, in units of VECTOR: an even number for two lanes.
+        Elements of a step of one shard, in units of VECTOR.
     count : int
-        Steps of a call, the same for each lane; the last may be empty.
-    lanes : int
-        1 or 2.
-    lane : int
-        Elements of a lane of one shard, in units of VECTOR; the last lane may be shorter.
+        Steps of a call.
     """
 
     vectors: int
     count: int
-    lanes: int
-    lane: int
 
     @property
     def slots(self) -> int:
-        """How many slots a lane uses in turn: a power of two."""
+        """How many slots are used in turn: a power of two."""
         return 2 if self.count == 1 else 4
 
     @property
     def elements(self) -> int:
-        """Elements of a lane's step of one shard."""
+        """Elements of a step of one shard."""
         return self.vectors * VECTOR
 
     @classmethod
-    def make(
-        cls, shard: int, slot_bytes: int, least: int | None, lanes: int | None = None
-    ) -> Steps:
-        """Steps for `shard` elements, which with all ranks' pieces take `slot_bytes`.
+    def make(cls, shard: int, slot_bytes: int, least: int | None) -> Steps:
+        """Steps for `shard` elements, of which a slot with all ranks' pieces takes `slot_bytes`.
 
-        At least `least` steps, and as many as the bound of the slots' memory asks for. Two lanes
-        where there is more than one step, unless `lanes` says how many.
+        At least `least` steps, and as many as the bound of the slots' memory asks for.
         """
-        bound, least = -(-4 * slot_bytes // STAGING_BYTES), least or 1
-        one = 2 * slot_bytes <= STAGING_BYTES
-        vectors = padded(-(-shard // max(1 if one else bound, least)))
-        count = max(1, -(-shard // (vectors * VECTOR)))
-        if (lanes or min(2, count)) == 1:
-            return cls(vectors, count, 1, padded(shard))
-        lane = padded(-(-shard // 2))
-        half = -(-lane // (2 * max(bound, least)))
-        return cls(2 * half, -(-(lane + half) // (2 * half)), 2, lane)
-
-    @classmethod
-    def spread(
-        cls, plan: Plan, config: ReductionConfig, shard: int, slot_bytes: int
-    ) -> tuple[Steps, int]:
-        """Steps as `make` gives them for a plan's `config`, and how many blocks share them."""
-        alone = plan.blocks_for(2, config.blocks) == 1
-        steps = cls.make(shard, slot_bytes, config.steps, config.lanes or (1 if alone else None))
-        tasks = -(-steps.elements // config.block)
-        blocks = plan.blocks_for(steps.lanes * tasks, config.blocks)
-        return steps, max(1, blocks // steps.lanes) * steps.lanes
-
-
-@triton.jit
-def lane_step(s, lane, lane_vectors, step_vectors, LANES: tl.constexpr):
-    """(begin, elements) of step `s` of a lane within a shard, which may end before.
-
-    The second lane's first step is half as long. Steps that there are not are empty.
-    """
-    if LANES == 1:
-        length = tl.cast(step_vectors, tl.int64) * _VECTOR
-        begin = s * length
-    else:
-        # counted in vectors up to the end, where the compiler then sees the alignment
-        low = lane * tl.cast(lane_vectors, tl.int64)
-        first = low + s * tl.cast(step_vectors, tl.int64) - lane * (step_vectors // 2)
-        end = tl.minimum(first + step_vectors, low + lane_vectors)
-        first = tl.maximum(first, low)
-        begin = first * _VECTOR
-        length = tl.maximum(end - first, 0) * _VECTOR
-    return begin, length
-
-
-@triton.jit
-def slot_offset(
-    number, lane, size, RANKS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """Where the slot of a lane's step begins, by the step's number over all calls."""
-    return ((number & (SLOTS - 1)) * LANES + lane).to(tl.int64) * RANKS * size
+        count = 1 if 2 * slot_bytes <= STAGING_BYTES else -(-4 * slot_bytes // STAGING_BYTES)
+        vectors = padded(-(-shard // max(count, least or 1)))
+        return cls(vectors, max(1, -(-shard // (vectors * VECTOR))))
 
 
 @triton.jit
@@ -145,26 +82,22 @@ def part_length(rank, shard, numel, begin, size):
 
 
 @triton.jit
-def push_step(
-    x, slot, world, numel, shard, size, begin, length, index, parts, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Push `length` elements of every other rank's shard of `x`, from `begin` on, into its slot.
-
-    They go to this rank's place there, of `size` elements; this is part `index` of `parts`.
-    """
+def push_step(x, slot, world, numel, shard, begin, size, BLOCK: tl.constexpr):
+    """Push a step of every other rank's shard of `x` into its slot, at this rank's place."""
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     for hop in range(1, ranks):
         peer = (me + hop) % ranks
-        count = part_length(peer, shard, numel, begin, length)
+        count = part_length(peer, shard, numel, begin, size)
         to = tdl.symm_at(slot + me * size, peer, world)
-        copy_share(to, x + peer * shard + begin, count, index, parts, BLOCK)
+        source = x + peer * shard + begin
+        copy_share(to, source, count, tl.program_id(0), tl.num_programs(0), BLOCK)
 
 
 @triton.jit
 def notify_ranks(signals, world, value, when):
     """Set this rank's signal at every rank, the own one included."""
-    peers = tl.arange(0, _MOST)
+    peers = tl.arange(0, _LANES)
     send = (peers < tdl.num_ranks(world)) & when
     tdl.notify(signals + tdl.rank(world), masked_peers(peers, world), world, value, when=send)
 

@@ -5,7 +5,7 @@ W ranks, S bytes each, R bytes of results (S, unless results travel in another t
 two_shot              Reduce-scatter and all-gather in one kernel, by pushes only. Each rank pushes
                       shard p to rank p, reduces its own shard and pushes the results to all, or to
                       the root alone. (W - 1) / W * (S + R) bytes out, two hops and two signals per
-                      block and step; see shards.py for the order of pushes, slots and lanes.
+                      block and step; see shards.py for the order of pushes and for the slots.
 low_latency_two_shot  The same in words that hold data and flag (see all_reduce.py): no signals,
                       twice the bytes.
 
@@ -36,12 +36,10 @@ from tdx.kernels.plan import Plan
 from tdx.kernels.reduction import ReductionConfig, finish, from_words, mean, to_words, widen
 from tdx.kernels.shards import (
     Steps,
-    lane_step,
     notify_ranks,
     part_length,
     push_step,
     push_words,
-    slot_offset,
     sum_of_ranks,
     sum_of_words,
 )
@@ -54,7 +52,7 @@ __all__ = ["Run", "bind_low_latency_two_shot", "bind_two_shot"]
 Run = Callable[..., None]  # run(stream, x, out, bias, residual)
 
 _VECTOR = tl.constexpr(VECTOR)
-_SIZES = ["numel", "columns", "shard_vectors", "lane_vectors", "step_vectors", "steps", "root"]
+_SIZES = ["numel", "columns", "shard_vectors", "step_vectors", "steps", "root"]
 
 
 @triton.jit
@@ -80,8 +78,7 @@ def _reduce_at(
 
 @triton.jit
 def _reduce_step(
-    own, slot, size, mine, out, bias, residual, begin, count, index, parts, columns, takes, root,
-    world,
+    own, slot, size, mine, out, bias, residual, begin, count, columns, takes, root, world,
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
     WHOLE: tl.constexpr, COPY: tl.constexpr, ROOTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -89,6 +86,8 @@ def _reduce_step(
     first hop while reducing.
     """
     KEPT: tl.constexpr = not ROOTED and (WHOLE or RANKS > 2)
+    index = tl.program_id(0)
+    parts = tl.num_programs(0)
     me = tdl.rank(world)
     if ROOTED:
         theirs = tdl.symm_at(mine, root, world)
@@ -129,23 +128,25 @@ def _finish_at(
 
 @triton.jit
 def _push_and_finish(
-    x, slot, results, out, bias, residual, world, numel, columns, shard, size, begin, length,
-    home, home_length, turn, takes, index, parts,
+    x, slot, results, out, bias, residual, world, numel, columns, shard, size, begin, turn, takes,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`push_step`, and if the rank `takes` any, the peers' results of an earlier step, which has
-    `home_length` elements from `home` on: their slot begins at `turn`, unless they are WHOLE.
+    """`push_step` from element `begin` of each shard on, and if the rank `takes` any, the peers'
+    results of three steps before: their slot begins at `turn`, unless they are WHOLE.
     """
+    index = tl.program_id(0)
+    parts = tl.num_programs(0)
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
+    home = begin - 3 * size
     for hop in range(1, ranks):
         peer = (me + hop) % ranks
         to = tdl.symm_at(slot + me * size, peer, world)
         source = x + peer * shard + begin
         found = results + (peer * shard + home if WHOLE else turn + peer * size)
         first = peer * shard + home
-        count = part_length(peer, shard, numel, begin, length)
-        finished = tl.where(takes, part_length(peer, shard, numel, home, home_length), 0)
+        count = part_length(peer, shard, numel, begin, size)
+        finished = tl.where(takes, part_length(peer, shard, numel, home, size), 0)
         both = tl.where(count == finished, count, 0)
         whole = both // BLOCK
         for block in range(index, whole, parts):
@@ -179,10 +180,10 @@ def _push_and_finish(
 @triton.jit(do_not_specialize=_SIZES)
 def two_shot_kernel(
     x, out, bias, residual, staging, results, signals, channel, world, numel, columns,
-    shard_vectors, lane_vectors, step_vectors, steps, root,
+    shard_vectors, step_vectors, steps, root,
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
-    SLOTS: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr, COPY: tl.constexpr,
-    ROOTED: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, WHOLE: tl.constexpr, COPY: tl.constexpr, ROOTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push step s, and bring home the peers' results of step s - 3; reduce step s - 1.
 
@@ -191,9 +192,6 @@ def two_shot_kernel(
     than `results`. ROOTED: only `root` gets results.
     """
     tl.static_assert(COPY or not ROOTED)
-    lane = tl.program_id(0) % LANES
-    index = tl.program_id(0) // LANES
-    parts = tl.num_programs(0) // LANES
     shard = tl.cast(shard_vectors, tl.int64) * _VECTOR
     size = tl.cast(step_vectors, tl.int64) * _VECTOR
     me = tdl.rank(world).to(tl.int64)
@@ -204,37 +202,33 @@ def two_shot_kernel(
     ok = (steps > 0) & tdl.no_fault(world)
     for s in range(0, steps + (3 if COPY else 1)):
         now = first + s
-        slot = staging + slot_offset(now, lane, size, RANKS, SLOTS, LANES)
+        slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
         if COPY:
             takes = member & (s >= 3)
             if takes:
                 ok = tdl.wait_all(reduced, RANKS, world, now - 2) & ok
             if ok & (takes | (s < steps)):
-                turn = slot_offset(now - 3, lane, size, RANKS, SLOTS, LANES)
-                begin, length = lane_step(s, lane, lane_vectors, step_vectors, LANES)
-                home, home_length = lane_step(s - 3, lane, lane_vectors, step_vectors, LANES)
+                turn = ((now - 3) & (SLOTS - 1)).to(tl.int64) * RANKS * size
                 _push_and_finish(
                     x, slot, results, out, bias, residual, world, numel, columns, shard, size,
-                    begin, length, home, home_length, turn, takes, index, parts,
-                    HAS_BIAS, HAS_RESIDUAL, WHOLE, BLOCK,
+                    s * size, turn, takes, HAS_BIAS, HAS_RESIDUAL, WHOLE, BLOCK,
                 )  # fmt: skip
         elif ok & (s < steps):
-            begin, length = lane_step(s, lane, lane_vectors, step_vectors, LANES)
-            push_step(x, slot, world, numel, shard, size, begin, length, index, parts, BLOCK)
+            push_step(x, slot, world, numel, shard, s * size, size, BLOCK)
         if s < steps:
             notify_ranks(pushed, world, now + 1, ok)
         if (s >= 1) & (s <= steps):
-            turn = slot_offset(now - 1, lane, size, RANKS, SLOTS, LANES)
-            begin, length = lane_step(s - 1, lane, lane_vectors, step_vectors, LANES)
+            turn = ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+            begin = (s - 1) * size
             ok = tdl.wait_all(pushed, RANKS, world, now) & ok
             if ok:
                 own = x + me * shard + begin
                 mine = results + (me * shard + begin if WHOLE else turn + me * size)
-                count = part_length(me, shard, numel, begin, length)
+                count = part_length(me, shard, numel, begin, size)
                 _reduce_step(
                     own, staging + turn, size, mine, out, bias, residual, me * shard + begin,
-                    count, index, parts, columns, member, root, world, OP, HAS_BIAS, HAS_RESIDUAL,
-                    RANKS, WHOLE, COPY, ROOTED, BLOCK,
+                    count, columns, member, root, world, OP, HAS_BIAS, HAS_RESIDUAL, RANKS,
+                    WHOLE, COPY, ROOTED, BLOCK,
                 )  # fmt: skip
             if ROOTED:
                 tdl.notify(reduced + me, root, world, now, when=ok)
@@ -325,23 +319,22 @@ def bind_two_shot(
     ranks, numel = plan.group.size, elements(shape)
     shard = padded(-(-numel // ranks))
     per_element = dtype.itemsize + (0 if buffer is not None else wire.itemsize)
-    slot_bytes = ranks * shard * VECTOR * per_element
-    steps, blocks = Steps.spread(plan, config, shard * VECTOR, slot_bytes)
-    slots = (steps.lanes * steps.slots * ranks * steps.elements,)
+    steps = Steps.make(shard * VECTOR, ranks * shard * VECTOR * per_element, config.steps)
+    slots = (steps.slots * ranks * steps.elements,)
+    blocks = plan.blocks_for(-(-steps.elements // config.block), config.blocks)
     staging = plan.workspace("shards", slots, dtype)
     results = plan.workspace("results", slots, wire) if buffer is None else buffer
     signals = plan.workspace("signals", (blocks * 2 * ranks,), np.int32, steps=steps.count)
     shared = (
         staging, results, signals, plan.channel(blocks), plan.group.handle, numel,
-        max(1, shape[-1] if shape else 1), shard, steps.lane, steps.vectors, steps.count,
-        root or 0,
+        max(1, shape[-1] if shape else 1), shard, steps.vectors, steps.count, root or 0,
     )  # fmt: skip
 
     def bind(copies: bool) -> Run:
         return plan.bind(
             two_shot_kernel, blocks, (dtype, out_dtype, dtype, dtype), *shared, **named,
-            RANKS=ranks, SLOTS=steps.slots, LANES=steps.lanes, WHOLE=buffer is not None,
-            COPY=copies, ROOTED=root is not None, BLOCK=config.block, num_warps=config.num_warps,
+            RANKS=ranks, SLOTS=steps.slots, WHOLE=buffer is not None, COPY=copies,
+            ROOTED=root is not None, BLOCK=config.block, num_warps=config.num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -34,19 +34,19 @@ def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **cho
     from tdx.kernels.select import shard_block
 
     pointer, size = POINTER[dtype], 2 if dtype == "bfloat16" else 4
-    words, passes_on = "low_latency" in kernel, "two_shot" in kernel
-    block, warps = shard_block("cuda", (64 << 20) // size // ranks, size, ranks, passes_on)
+    words = "low_latency" in kernel
+    block, warps = shard_block("cuda", (64 << 20) // size // ranks, size, ranks)
     values = {
         "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "RANKS": ranks, "SLOTS": 4,
-        "LANES": 1, "WHOLE": True, "COPY": False, "ROOTED": False, "UNIT": 16, "PAIRS": size == 2,
+        "WHOLE": True, "COPY": False, "ROOTED": False, "UNIT": 16, "PAIRS": size == 2,
         "RESULT_PAIRS": size == 2, "BLOCK": 1024 // size if words else block, **chosen,
     }  # fmt: skip
     types = {
         **dict.fromkeys(("x", "out", "bias", "residual", "staging", "results"), pointer),
         "signals": "*i32", "words": "*i64", "channel": "channel", "world": world,
         **dict.fromkeys(
-            ("numel", "columns", "units", "shard_vectors", "lane_vectors", "step_vectors",
-             "slot_vectors", "steps", "root"), "i32"
+            ("numel", "columns", "units", "shard_vectors", "step_vectors", "slot_vectors", "steps",
+             "root"), "i32"
         ),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
@@ -220,20 +220,6 @@ CASES = {
     "two_shot-root": _shards(
         "two_shot.two_shot_kernel", "bfloat16", WHOLE=False, COPY=True, ROOTED=True
     ),
-    "two_shot-lanes": _shards("two_shot.two_shot_kernel", "bfloat16", LANES=2),
-    "two_shot-lanes-copy": _shards(
-        "two_shot.two_shot_kernel", "bfloat16", LANES=2, WHOLE=False, COPY=True
-    ),
-    "two_shot-lanes-copy-2": _shards(
-        "two_shot.two_shot_kernel", "bfloat16", 2, LANES=2, WHOLE=False, COPY=True
-    ),
-    "two_shot-lanes-avg": _shards(
-        "two_shot.two_shot_kernel", "float32", 8, OP="avg", HAS_BIAS=True, HAS_RESIDUAL=True,
-        LANES=2, COPY=True,
-    ),
-    "two_shot-lanes-root": _shards(
-        "two_shot.two_shot_kernel", "bfloat16", LANES=2, WHOLE=False, COPY=True, ROOTED=True
-    ),
     "words-two_shot-bf16": _shards("two_shot.low_latency_two_shot_kernel", "bfloat16"),
     "words-two_shot-fp32": _shards(
         "two_shot.low_latency_two_shot_kernel", "float32", OP="avg", HAS_RESIDUAL=True
@@ -241,11 +227,6 @@ CASES = {
     "scatter-bf16": _shards("reduce_scatter.push_kernel", "bfloat16"),
     "scatter-fp32-8": _shards("reduce_scatter.push_kernel", "float32", 8),
     "scatter-odd": _shards("reduce_scatter.push_kernel", "bfloat16", UNIT=1, BLOCK=4096),
-    "scatter-lanes-2": _shards("reduce_scatter.push_kernel", "bfloat16", 2, LANES=2),
-    "scatter-lanes-8": _shards("reduce_scatter.push_kernel", "float32", 8, LANES=2),
-    "scatter-lanes-odd": _shards(
-        "reduce_scatter.push_kernel", "bfloat16", LANES=2, UNIT=1, BLOCK=4096
-    ),
     "words-scatter-bf16": _shards("reduce_scatter.low_latency_kernel", "bfloat16"),
     "norm-one_shot": _norm("one_shot", "bfloat16"),
     "norm-one_shot-fp32-odd": _norm("one_shot", "float32", 5001, HAS_RESIDUAL=False),
@@ -394,8 +375,7 @@ def job(case: str, target: str) -> Job:
     else:
         name, dtype, chosen = PRODUCTS[case]
         kernel, types, constants, options = _product(name, dtype, target, **chosen)
-    warps = options["num_warps"]
-    if target in AMD and warps >= 16:
-        options = {**options, "num_warps": warps // 2}  # as many threads: waves are twice as wide
+    if target in AMD and options["num_warps"] == 16:
+        options = {**options, "num_warps": 8}  # as many threads: waves are twice as wide
     module, name = kernel.split(".")
     return Job(f"tdx.kernels.{module}", name, types, constants, target, options)

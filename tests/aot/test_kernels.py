@@ -20,11 +20,10 @@ TAKEN = [
     and (case not in DESCRIBED or target in WITH_DESCRIPTORS)
 ]
 WAITING = [
-    "one_shot-bf16", "two_shot-bf16", "two_shot-lanes", "scatter-bf16", "scatter-lanes-2", "pull",
-    "push", "push-scaled", "push-all", "push-one", "root-words-i64", "broadcast-scatter",
-    "barrier", "grant", "confirm", "take", "consume-bf16", "consume-fp32", "scattered-bf16",
-    "norm-one_shot", "norm-two_shot", "fused-bf16", "fused-one_shot-ragged",
-    "one_kernel-bf16",
+    "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-scaled", "push-all",
+    "push-one", "root-words-i64", "broadcast-scatter", "barrier", "grant", "confirm", "take",
+    "consume-bf16", "consume-fp32", "scattered-bf16", "norm-one_shot", "norm-two_shot",
+    "fused-bf16", "fused-one_shot-ragged", "one_kernel-bf16",
 ]  # fmt: skip
 GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
@@ -78,9 +77,8 @@ def test_compiles_without_spills(outcome, case, target):
     "case",
     ["one_shot-bf16", "one_shot-fp32", "one_shot-fp32-team", "one_shot-avg", "two_shot-bf16",
      "two_shot-bf16-8", "two_shot-fp32-team", "two_shot-copy", "two_shot-copy-2",
-     "two_shot-buffer", "two_shot-root", "two_shot-lanes", "two_shot-lanes-copy",
-     "two_shot-lanes-copy-2", "scatter-bf16", "scatter-fp32-8", "scatter-lanes-2",
-     "scatter-lanes-8", "norm-one_shot", "norm-two_shot", "norm-two_shot-8",
+     "two_shot-buffer", "two_shot-root", "scatter-bf16",
+     "scatter-fp32-8", "norm-one_shot", "norm-two_shot", "norm-two_shot-8",
      "pull", "push", "push-all", "push-one", "broadcast-scatter", "take", "take-rows",
      "one_kernel-bf16", "one_kernel-fp8"],
 )  # fmt: skip

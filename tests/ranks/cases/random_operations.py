@@ -75,7 +75,6 @@ class Operation:
         if dtypes.resolve(dtype).itemsize not in (2, 4):
             names = [name for name in names if not name.startswith("low_latency")]
         options = {"steps": int(rng.integers(1, 6)), "blocks": int(rng.integers(1, 40))}
-        options["lanes"] = (None, 1, 2)[rng.integers(3 if options["blocks"] > 1 else 2)]
         config = module[self.kind].Config(
             names[rng.integers(len(names))], int(2 ** rng.integers(6, 12)), 4, **options
         )
