@@ -31,6 +31,7 @@ from tdx.kernels.select import (
     takes_low_latency,
 )
 from tdx.kernels.tile_product import activate, grouped_tile, known, known_strides, tile_product
+from tdx.language.signal import program_barrier
 from tdx.runtime.driver.base import Bound
 
 __all__ = ["LowLatencyProduct", "sends_words"]
@@ -132,6 +133,7 @@ def low_latency_kernel(
         if SAMPLES < BLOCK:  # a thread polls for its words one after the other: first for one
             at = start + tl.arange(0, SAMPLES) * (BLOCK // SAMPLES)
             _sum_of_words(slots, stride, at, owned, columns, flag, world, PARTIAL, RANKS, PAIRS)
+            program_barrier()
         at = start + tl.arange(0, BLOCK)
         total, arrived = _sum_of_words(
             slots, stride, at, owned, columns, flag, world, PARTIAL, RANKS, PAIRS
