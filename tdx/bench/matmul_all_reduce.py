@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import tdx
 from tdx.kernels.matmul_all_reduce import ALGORITHMS
-from tdx.kernels.select import takes_low_latency
 from tdx.tools.reference import Summands
 from tdx.tools.timing import host_time
 
@@ -50,8 +49,6 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     compared.ours("tdx+matmul", lambda: reduction(matmul(), result.out), result)
     for algorithm in (*ALGORITHMS, None):
         if algorithm == "one_shot" and m > _ONE_SHOT_ROWS:
-            continue
-        if algorithm == "low_latency" and not takes_low_latency(result.out.nbytes, world.size):
             continue
         plan = tdx.MatmulAllReduce(world, a.shape, b.shape, dtype, algorithm=algorithm)
         fused = partial(plan, a, b, result.out)

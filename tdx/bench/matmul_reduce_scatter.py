@@ -25,6 +25,7 @@ COLUMNS = (
     "M", "N", "K", "library", "matmul", *SEQUENCES, "async_tp", *ALGORITHMS, "chosen", "floor",
     "% of floor", "ratio",
 )  # fmt: skip
+_ONE_KERNEL_ROWS = 512
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -50,6 +51,8 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     compared.peers(peers.matmul_reduce_scatter(a, b, product.out, result.out, scatter), result)
     compared.ours("tdx+matmul", lambda: scatter(matmul(), result.out), result)
     for algorithm in (*ALGORITHMS, None):
+        if algorithm == "one_kernel" and m > _ONE_KERNEL_ROWS:
+            continue
         if algorithm == "low_latency" and not takes_low_latency(result.out.nbytes, world.size):
             continue
         plan = tdx.MatmulReduceScatter(

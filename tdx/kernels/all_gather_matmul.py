@@ -9,9 +9,8 @@ fused       A kernel, for large parts copy engines, sends the own rows to every 
             order in which they arrive, the own ones first, so that communication hides behind
             computation: 2 * M * N * K operations, time about
             max(operations / rate, (W - 1) * S / bandwidth) + the first own chunk.
-one_kernel  For few rows, of which every block has one tile: the first blocks of the product send
-            the own rows, first a few columns of all of them; the others take what is there to
-            begin their sums. Workspace: 3 * W * S bytes. See gathering_product.py.
+one_kernel  The same in one kernel, whose first blocks send: for rows that are a wave or two of
+            tiles. Workspace: 3 * W * S bytes. See gathering_product.py.
 unfused     All rows are gathered, then multiplied: B is read once, not for each rank's rows, which
             counts where they are very few. gathering.py has this gather and that of "fused".
 
@@ -34,9 +33,8 @@ import numpy as np
 import tdx.language as tdl
 from tdx.kernels.call import Call
 from tdx.kernels.chunk_product import bind_chunks
-from tdx.kernels.few_rows import FEW_ROWS, few_rows, parts_of
 from tdx.kernels.gathering import GatherFirst, Gathering
-from tdx.kernels.gathering_product import GatheringProduct
+from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_of
 from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import check_apart, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
@@ -128,19 +126,17 @@ class AllGatherMatmul(Plan):
             chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
             self.algorithm = algorithm or ("fused" if following else self._choose(nbytes))
             check_config(config, "" if self.algorithm == "unfused" else self.algorithm)
-            together = self.algorithm == "unfused"  # do tiles have rows of several ranks?
-            if self.algorithm == "one_kernel":
-                together = self._rows * size <= constants(world.backend).tile[0]
-            parts = 1 if together else size
+            parts = 1 if self.algorithm == "unfused" else size
             rows, self._widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
             first_us, beside = engines_us(world.backend, nbytes * (size - 1) // chunks), 0
             if self.algorithm == "one_kernel":
-                self._parts = parts_of(world, self._depth, self.dtype.itemsize, config)
-                first_us, beside = FEW_ROWS[world.backend].first_us, self._parts.senders
-                shared.update(parts=self._parts)
+                first_us, beside = (
+                    nbytes / constants(world.backend).link_bytes_per_us,
+                    senders_of(world),
+                )
             self.config = self.product.tile(
-                config, world, rows, self._widest, self._depth, parts,
-                self.algorithm == "unfused", first_us, beside=beside,
+                config, world, rows, self._widest, self._depth, parts, parts == 1, first_us,
+                beside=beside,
             )  # fmt: skip
             self._traced = trace
             shared.update(a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype)
@@ -154,7 +150,7 @@ class AllGatherMatmul(Plan):
 
     def _choose(self, nbytes: int) -> str:
         backend, rows, size = self.world.backend, self._rows, self.group.size
-        if few_rows(backend, rows, nbytes, size) and not self.product.scaled:
+        if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
             return "one_kernel"
         return "unfused" if follows(backend, rows, nbytes, size) else "fused"
 
@@ -175,7 +171,7 @@ class AllGatherMatmul(Plan):
         self._pusher = -1  # number of the b whose kernel sends rows, also if it is empty
         if self.algorithm == "one_kernel":
             self._pusher = next((i for i, (_, n) in enumerate(self.shapes_b) if n), 0)
-            self._gathering = GatheringProduct(self, shape, self.product, self._parts, self._pusher)
+            self._gathering = GatheringProduct(self, shape, self.product, self._pusher)
         elif self.algorithm == "unfused":
             self._gathering = GatherFirst(self, shape, self.dtype, scaled)
         else:

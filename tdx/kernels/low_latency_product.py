@@ -1,10 +1,9 @@
 """A product whose partial sums travel as words of data and flag, for the fewest rows.
 
-One kernel: who has computed a tile pushes it to the owners of its rows: in a reduce-scatter each
-row to its one owner, in an all-reduce all to everybody. Then every block adds the ranks' words of
-its share of the own rows as they arrive, in float32 from rank 0 upwards. W ranks, P bytes of
-partial sums for each peer: 2 * (W - 1) * P bytes out, one hop, no signals and no meeting. Two slots
-are used in turn, see low_latency.py, which a rank waits in for words of everybody.
+One kernel: who has computed a tile pushes each row to its owner. Then every block adds the ranks'
+words of its share of the own rows as they arrive, in float32 from rank 0 upwards. W ranks, P bytes
+of partial sums for each peer: 2 * (W - 1) * P bytes out, one hop, no signals and no meeting. Two
+slots are used in turn, see low_latency.py, which a rank waits in for words of everybody.
 
 Words lie in groups of 8 rows and 8 columns, row by row: as tensor cores leave a tile to the threads
 of a warp, which so store to neighbouring addresses. The order has nothing to do with tiles; those
@@ -20,12 +19,11 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.operand import Operand
+from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import blocks_for
 from tdx.kernels.reduced_product import ReducedProduct
 from tdx.kernels.reduction import from_words, to_words
 from tdx.kernels.select import (
-    MOVEMENT,
     check_low_latency,
     power_of_two,
     takes_low_latency,
@@ -39,6 +37,7 @@ __all__ = ["LowLatencyProduct", "sends_words"]
 _SIZES = [
     "owned", "rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
 ]  # fmt: skip
+_MOST_BYTES = 256 << 10  # of partial sums that a rank sends: as words they are twice as many
 _SIDE = 8  # rows and columns of a group
 _GROUP = tl.constexpr(_SIDE)
 
@@ -87,12 +86,11 @@ def low_latency_kernel(
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
     EVEN: tl.constexpr, DESCRIBED: tl.constexpr, RANKS: tl.constexpr, WIDE: tl.constexpr,
-    PAIRS: tl.constexpr, SCATTERED: tl.constexpr, BLOCK: tl.constexpr, SAMPLES: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
     """Push the words of partial tiles, then add those of the `owned` rows, BLOCK at a time.
 
     WIDE: partial sums travel in float32, else as c has them, in PAIRS if those have 2 bytes.
-    SCATTERED: each rank owns as many rows, and c has those; else every rank owns all.
     """
     PARTIAL: tl.constexpr = tl.float32 if WIDE else c.dtype.element_ty
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
@@ -120,14 +118,9 @@ def low_latency_kernel(
         row = tile_row * BM + index // BN
         col = tile_col * BN + index % BN
         mask = (row < rows) & (col < columns) & sound
-        if SCATTERED:
-            owner = tl.minimum(row // owned, RANKS - 1)
-            to = slots + me * stride + _place(row - owner * owned, col, columns) // PER_WORD
-            tdl.store_ll(to, words, flag, owner, world, mask)
-        else:
-            to = slots + me * stride + _place(row, col, columns) // PER_WORD
-            for hop in tl.static_range(1, RANKS + 1):
-                tdl.store_ll(to, words, flag, (me + hop) % RANKS, world, mask)
+        owner = tl.minimum(row // owned, RANKS - 1)
+        to = slots + me * stride + _place(row - owner * owned, col, columns) // PER_WORD
+        tdl.store_ll(to, words, flag, owner, world, mask)
     step = tl.num_programs(0) * BLOCK
     for start in range(tl.program_id(0) * BLOCK, stride, step):
         if SAMPLES < BLOCK:  # a thread polls for its words one after the other: first for one
@@ -149,12 +142,10 @@ def low_latency_kernel(
 
 
 class LowLatencyProduct:
-    """Workspace and kernels of "low_latency". A Way.
+    """Workspace and kernels of "low_latency". A Way."""
 
-    Every rank owns `owned` rows: its part of all, if they are `scattered`, or all of them.
-    """
-
-    def __init__(self, plan: ReducedProduct, owned: int, scattered: bool):
+    def __init__(self, plan: ReducedProduct):
+        owned = elements(plan.shape_a[:-1]) // plan.group.size
         size, columns, kind = plan.group.size, plan.shape_b[1], plan.partial_dtype
         check_low_latency(plan.operation, owned * columns * kind.itemsize, size, (kind,))
         pairs, host = kind.itemsize == 2, plan.world.backend == "host"
@@ -171,7 +162,7 @@ class LowLatencyProduct:
         block = min(threads if host else 16 * threads, power_of_two(-(-words // self._blocks)))
         self._named = {
             "RANKS": size, "WIDE": kind != plan.product.out_dtype, "PAIRS": pairs,
-            "SCATTERED": scattered, "BLOCK": block, "SAMPLES": min(block, threads),
+            "BLOCK": block, "SAMPLES": min(block, threads),
         }  # fmt: skip
         self._kernels: dict[Any, Bound] = {}
 
@@ -195,7 +186,6 @@ class LowLatencyProduct:
         return self._kernels[layout]
 
 
-def sends_words(backend: str, nbytes: int, ranks: int) -> bool:
+def sends_words(nbytes: int, ranks: int) -> bool:
     """Whether partial sums of `nbytes` for each peer are best sent so."""
-    most = MOVEMENT[backend].low_latency_bytes
-    return takes_low_latency(nbytes, ranks) and (ranks - 1) * nbytes <= most
+    return takes_low_latency(nbytes, ranks) and (ranks - 1) * nbytes <= _MOST_BYTES

@@ -14,19 +14,14 @@ copy_engine  Each rank owns rows. Partials go to their owners as in matmul_reduc
              to all as soon as its tiles are summed. A second kernel takes what the others send.
              As many elements: half of them hidden behind the product of the others' rows, half
              behind that of the own rows, which takes 1 / W of the time.
-low_latency  One kernel, for the fewest rows: partial sums go to all ranks as words of data and
-             flag, see low_latency_product.py. Twice the bytes of one_shot, and no signals. Up to 16
-             ranks, 4 MiB of partial sums.
 unfused      The product, then an all-reduce: see product_first.py.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for one
 Config are the same on every run, rank and for all algorithms: each partial is one block's sum over
 K, rounded once, and the ranks' partials are added in float32 from rank 0 upwards. No atomics.
 
-Ordering: in one kernel, places for partials are used in turn by calls' parity. A rank in call n + 2
-has finished call n + 1, for which every owner of a tile had left call n. One place is enough for
-finished tiles: an owner has then a partial of this call from every rank, all of which have left the
-call before. Copy engines write with the credit that a rank gives as it enters a call.
+Ordering: see summed_tiles.py. Copy engines write with the credit that a rank gives as it enters a
+call.
 """
 
 from __future__ import annotations
@@ -40,124 +35,20 @@ import tdx.language as tdl
 from tdx.kernels.all_reduce import AllReduce
 from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.copying import copy_share
-from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows, fused_tile
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, ProductOptions, takes_options
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
 from tdx.kernels.select import block_elements, cheapest, constants, follows
-from tdx.kernels.tile_product import finish_tile, grouped_tile, known, known_strides, tile_product
+from tdx.kernels.summed_tiles import SummedTiles
+from tdx.kernels.tile_product import known
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
-ALGORITHMS = ("low_latency", "one_shot", "two_shot", "copy_engine", "unfused")
-_SIZES = [
-    "owned", "rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
-]  # fmt: skip
-
-
-@triton.jit
-def _place(row, col, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
-    """Where the elements of a tile are in a buffer of tiles, and which are in the matrix."""
-    rm = tl.arange(0, BM)
-    rn = tl.arange(0, BN)
-    inside = (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN)
-    return rm[:, None] * BN + rn[None, :], inside
-
-
-@triton.jit
-def _store(c, value, row, col, columns, mask, BM: tl.constexpr, BN: tl.constexpr):
-    """Store a tile of the result."""
-    c_tile = c + tl.cast(row, tl.int64) * BM * columns + tl.cast(col, tl.int64) * BN
-    at = tl.arange(0, BM)[:, None] * columns + tl.arange(0, BN)[None, :]
-    tl.store(c_tile + at, value, mask=mask)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def fused_kernel(
-    a, b, scale_a, scale_b, c, bias, partials, results, arrived, finished, channel, world, owned,
-    rows, columns, depth, stride_am, stride_ak, stride_bk, stride_bn,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, RANKS: tl.constexpr, ONE_SHOT: tl.constexpr,
-):  # fmt: skip
-    """Push partials, reduce the own tiles and push them, take the others'.
-
-    Rank r owns tiles r * owned to (r + 1) * owned - 1 in grouped order; ONE_SHOT: all of them.
-    `arrived` counts calls for each rank and own tile, `finished` for each tile.
-    """
-    columns = known(columns, EVEN)
-    depth = known(depth, EVEN)
-    stride_am, stride_ak = known_strides(stride_am, stride_ak, A_UNIT, EVEN)
-    stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
-    TILE: tl.constexpr = BM * BN
-    me = tdl.rank(world)
-    sound = tdl.no_fault(world, uniform=False)
-    number = tdl.epoch(channel)
-    tiles_m = tl.cdiv(rows, BM)
-    tiles_n = tl.cdiv(columns, BN)
-    tiles = tiles_m * tiles_n
-    stride = tl.cast(owned, tl.int64) * TILE  # from one rank's partials to the next one's
-    slots = partials + (number & 1) * RANKS * stride
-    begin = 0 if ONE_SHOT else ((me + 1) % RANKS) * owned
-    begin = tl.where(begin < tiles, begin, 0)  # the last ranks may own nothing
-    for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        tile = (begin + index) % tiles
-        row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-        total = tile_product(
-            a, b, scale_a, scale_b, 0, row, col, rows, columns, depth,
-            stride_am, stride_ak, stride_bk, stride_bn,
-            BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
-        )  # fmt: skip
-        at, inside = _place(row, col, rows, columns, BM, BN)
-        value = total.to(partials.dtype.element_ty)
-        to = slots + me * stride + (tile % owned).to(tl.int64) * TILE
-        signal = arrived + me * owned + tile % owned
-        if ONE_SHOT:
-            for hop in range(1, RANKS + 1):
-                peer = (me + hop) % RANKS
-                tl.store(tdl.symm_at(to, peer, world) + at, value, mask=inside & sound)
-                tdl.notify(signal, peer, world, number)
-        else:
-            owner = tile // owned
-            tl.store(tdl.symm_at(to, owner, world) + at, value, mask=inside & sound)
-            tdl.notify(signal, owner, world, number)
-    first = 0 if ONE_SHOT else me * owned
-    for local in range(tl.program_id(0), tl.minimum(owned, tiles - first), tl.num_programs(0)):
-        tile = first + local
-        row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-        at, inside = _place(row, col, rows, columns, BM, BN)
-        part = slots + tl.cast(local, tl.int64) * TILE
-        ok = tdl.wait(arrived + local, world, number, peer=0)
-        total = tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
-        for peer in range(1, RANKS):
-            ok = tdl.wait(arrived + peer * owned + local, world, number, peer=peer) & ok
-            part += stride
-            total += tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
-        total = finish_tile(total, bias, col, columns, BN, HAS_BIAS, ACTIVATION)
-        value = total.to(c.dtype.element_ty)
-        if not ONE_SHOT:
-            to = results + tl.cast(tile, tl.int64) * TILE
-            for hop in range(1, RANKS):
-                peer = (me + hop) % RANKS
-                tl.store(tdl.symm_at(to, peer, world) + at, value, mask=inside & ok)
-                tdl.notify(finished + tile, peer, world, number, when=ok)
-        _store(c, value, row, col, columns, inside & ok, BM, BN)
-    if not ONE_SHOT:
-        for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
-            tile = (begin + index) % tiles
-            owner = tile // owned
-            if owner != me:
-                row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-                at, inside = _place(row, col, rows, columns, BM, BN)
-                ok = tdl.wait(finished + tile, world, number, peer=owner)
-                source = results + tl.cast(tile, tl.int64) * TILE
-                value = tl.load(source + at, mask=inside & ok)
-                _store(c, value, row, col, columns, inside & ok, BM, BN)
+ALGORITHMS = ("one_shot", "two_shot", "copy_engine", "unfused")
 
 
 @triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
@@ -191,10 +82,9 @@ def take_kernel(
 class MatmulAllReduce(ReducedProduct):
     """A matrix product and all-reduce of one shape and dtype, ready to be called.
 
-    `algorithm` is "low_latency", "one_shot", "two_shot", "copy_engine", with a `config` of
-    block_m <= 512, or "unfused", of which errors may name the all_reduce. With one_shot and
-    two_shot, and no `config`, K_local is a multiple of 16 on all ranks, or on none. `out` must not
-    overlap a or b. The other parameters, and the errors, are those of ReducedProduct.
+    `algorithm` is "one_shot", "two_shot", "copy_engine", with a `config` of block_m <= 512, or
+    "unfused", of which errors may name the all_reduce. `out` must not overlap a or b. The other
+    parameters, and the errors, are those of ReducedProduct.
     """
 
     operation = "matmul_all_reduce"
@@ -217,8 +107,6 @@ class MatmulAllReduce(ReducedProduct):
             few = follows(backend, -(-self._rows // size), owned, size)
             if size > 1 and fits and not few and owned >= limits.summed_bytes:
                 algorithm = "copy_engine"
-            elif size > 1 and sends_words(backend, count * partial, size):
-                algorithm = "low_latency"
             else:
                 algorithm = "one_shot" if size == 1 else cheapest(backend, sent)
         self.same_tile = algorithm in sent
@@ -233,51 +121,9 @@ class MatmulAllReduce(ReducedProduct):
     def _build(self) -> Way:
         if self.algorithm == "unfused":
             return ProductFirst(self, AllReduce)
-        if self.algorithm == "low_latency":
-            return LowLatencyProduct(self, self._rows, scattered=False)
-        return (_CopyEngine if self.algorithm == "copy_engine" else _OneKernel)(self)
-
-
-class _OneKernel:
-    """Workspaces and the kernel of one_shot and two_shot. A Way."""
-
-    def __init__(self, plan: MatmulAllReduce):
-        size, config, whole = plan.group.size, plan.config, plan.algorithm == "one_shot"
-        rows, columns = plan._rows, plan.shape_b[1]
-        tile = config.block_m * config.block_n
-        tiles = config.tiles(rows, columns)
-        owned = max(1, tiles if whole else -(-tiles // size))
-        partials = plan.workspace("partials", (2 * size * owned * tile,), plan.partial_dtype)
-        kept = 1 if whole else max(1, tiles)  # finished tiles of other owners
-        results = plan.workspace("results", (kept * tile,), plan.product.out_dtype)
-        arrived = plan.workspace("partial_tiles", (size * owned,), "int32")
-        finished = plan.workspace("finished_tiles", (kept,), "int32")
-        most = constants(plan.world.backend).matmul_blocks
-        self._blocks = plan.blocks_for(max(1, tiles), most)
-        self._shared = (
-            partials, results, arrived, finished, plan.channel(self._blocks), plan.group.handle,
-            owned,
-        )  # fmt: skip
-        self._named = {"RANKS": size, "ONE_SHOT": whole}
-        self._kernels: dict[Any, Bound] = {}
-
-    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
-        """Queue a call."""
-        multiply(handle, *ops)
-
-    def kernel(self, plan: Any, *layout: Any) -> Bound:
-        """The kernel for operands so laid out, bound at first use."""
-        if layout not in self._kernels:
-            strides, steps, bias, aligned = layout
-            product, config, sizes = plan.product, plan.config, plan._sizes(strides)
-            described = product.described(plan.world, config, sizes, aligned)
-            scale, kinds = product.scale_dtype, product.kinds(config, described, sizes)
-            self._kernels[layout] = plan.bind(
-                fused_kernel, self._blocks, (*kinds, scale, scale, product.out_dtype, bias),
-                *self._shared, *sizes, **product.constants, **self._named,
-                **product.product_constants(config, sizes, steps, described),
-            )  # fmt: skip
-        return self._kernels[layout]
+        if self.algorithm == "copy_engine":
+            return _CopyEngine(self)
+        return SummedTiles(self, whole=self.algorithm == "one_shot")
 
 
 class _CopyEngine(Fused):
@@ -333,7 +179,7 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}
         In what partial sums travel; None: the output's dtype.
-    algorithm : {"low_latency", "one_shot", "two_shot", "copy_engine", "unfused"}, optional
+    algorithm : {"one_shot", "two_shot", "copy_engine", "unfused"}, optional
     bias : array, optional
         (N,), added once, after the reduction, then the activation; the same on every rank.
     scale_a, scale_b : optional

@@ -11,9 +11,12 @@ fused    Persistent blocks compute the tiles of the next rank's rows first and t
          2 * M * N * K_local operations but for the last rows.
 unfused  The product, then a reduce-scatter (product_first.py), for few rows: those take less time
          to send than copy engines take to begin.
+one_kernel
+         For few rows: blocks push each tile's rows to their owners as soon as it is finished, with
+         a signal, and add all ranks' own rows of it. See summed_tiles.py.
 low_latency
-         One kernel, for the fewest rows: partial sums as words of data and flag, see
-         low_latency_product.py. Up to 16 ranks, 4 MiB of partial sums for a rank.
+         The same for the fewest rows, as words of data and flag: see low_latency_product.py. Up to
+         16 ranks, 4 MiB of partial sums for a rank.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for
 one Config are the same on every run and for all algorithms: each partial is one block's sum over
@@ -25,6 +28,7 @@ enters that call.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import triton
@@ -39,6 +43,7 @@ from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
 from tdx.kernels.select import constants, engines_us, follows, power_of_two
+from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
@@ -46,7 +51,9 @@ from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"]
 
-ALGORITHMS = ("fused", "low_latency", "unfused")
+ALGORITHMS = ("fused", "one_kernel", "low_latency", "unfused")
+_PUSHED_BYTES = 4 << 20  # most partial sums of a rank that one kernel pushes: nothing hides them
+_LONG = 1 << 16
 _SIZES = [
     "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
     "chunks",
@@ -181,9 +188,9 @@ class MatmulReduceScatter(ReducedProduct):
     """A matrix product and reduce-scatter of one shape and dtype, ready to be called.
 
     `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; `algorithm` is "fused", with a
-    `config` of block_m <= 512, "low_latency", or "unfused", of which errors may name the
-    reduce_scatter. `out` must not overlap a or b. The other parameters, and the errors, are those
-    of ReducedProduct.
+    `config` of block_m <= 512, "one_kernel", "low_latency", or "unfused", of which errors may
+    name the reduce_scatter. `out` must not overlap a or b. The other parameters, and the errors,
+    are those of ReducedProduct.
     """
 
     operation = "matmul_reduce_scatter"
@@ -195,32 +202,41 @@ class MatmulReduceScatter(ReducedProduct):
             raise InvalidArgument(
                 f"a's first axis, {first}, is no multiple of the {size} ranks; pad it"
             )
-        rows, self.same_tile = elements(self.shape_a[:-1]), False
+        rows = elements(self.shape_a[:-1])
         self._rows = rows // size
         depth, columns = self.shape_b
         self.out_shape = (first // size, *self.shape_a[1:-1], columns)
-        split = self.product.tile(config, self.world, rows, columns, depth, split=True)
-        if algorithm is None:
-            nbytes = self._rows * columns * self.partial_dtype.itemsize
-            if not follows(self.world.backend, self._rows, nbytes, size):
-                algorithm = "fused"
-            elif split.split_k == 1 and sends_words(self.world.backend, nbytes, size):
-                algorithm = "low_latency"
-            else:
-                algorithm = "unfused"
-        if algorithm == "unfused":
-            return split, algorithm
+        tile = partial(self.product.tile, config, self.world, rows, columns)
+        if algorithm is None:  # whatever K_local is, which may differ between ranks
+            algorithm = self._usual(tile(_LONG, split=True).split_k > 1)
+        self.same_tile = algorithm == "one_kernel"
         if algorithm == "fused":
             check_fused(config, algorithm, sent_rows(self, self._rows))
             return fused_tile(self, config, self._rows), algorithm
+        if algorithm == "unfused":
+            return tile(depth, split=True), algorithm
         check_fused(config, algorithm)
-        return self.product.tile(config, self.world, rows, columns, depth), algorithm
+        return tile(-(-depth // 16) * 16), algorithm  # the same rows and columns on all ranks
+
+    def _usual(self, split: bool) -> str:
+        """The algorithm if none is asked for; `split`: products alone would share tiles along K."""
+        backend, size, columns = self.world.backend, self.group.size, self.shape_b[1]
+        nbytes = self._rows * columns * self.partial_dtype.itemsize
+        if not follows(backend, self._rows, nbytes, size):
+            return "fused"
+        if split:
+            return "unfused"
+        if sends_words(nbytes, size):
+            return "low_latency"
+        return "one_kernel" if (size - 1) * nbytes <= _PUSHED_BYTES else "unfused"
 
     def _build(self) -> Way:
         if self.algorithm == "unfused":
             return ProductFirst(self, ReduceScatter)
         if self.algorithm == "low_latency":
-            return LowLatencyProduct(self, self._rows, scattered=True)
+            return LowLatencyProduct(self)
+        if self.algorithm == "one_kernel":
+            return SummedTiles(self, whole=True, scattered=True)
         return Fused(self, self._rows)
 
 
@@ -353,7 +369,7 @@ def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **option
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}
         In what partial sums travel; None: the output's dtype.
-    algorithm : {"fused", "low_latency", "unfused"}, optional
+    algorithm : {"fused", "one_kernel", "low_latency", "unfused"}, optional
     bias : array, optional
         (N,), added once, after the reduction; then the activation.
     scale_a, scale_b : optional

@@ -29,7 +29,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.call import one_line
-from tdx.kernels.copying import VECTOR, copy_share, padded
+from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import elements
 from tdx.kernels.plan import Plan, plain_shape
 from tdx.kernels.pushing import check_overlap
@@ -49,6 +49,7 @@ from tdx.kernels.shards import (
     Steps,
     notify_ranks,
     part_length,
+    push_step,
     push_words,
     sum_of_ranks,
     sum_of_words,
@@ -81,45 +82,6 @@ def _reduce_at(
     finish(total, out, out, out, at, mask, 1, tdl.num_ranks(world), OP, False, False)
 
 
-@triton.jit
-def _push_and_reduce(
-    x, slot, world, numel, shard, begin, size, own, arrived, out, reduced,
-    OP: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`push_step` from element `begin` of each shard on, and `reduced` elements of another step."""
-    index = tl.program_id(0)
-    parts = tl.num_programs(0)
-    me = tdl.rank(world)
-    peer = (me + 1) % RANKS
-    count = part_length(peer, shard, numel, begin, size) if RANKS > 1 else 0
-    to = tdl.symm_at(slot + me * size, peer, world)
-    source = x + peer * shard + begin
-    both = tl.where(count == reduced, count, 0)
-    whole = both // BLOCK
-    for block in range(index, whole, parts):
-        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(source + at)
-        total = sum_of_ranks(own, arrived, size, at, None, world, OP, RANKS)
-        tl.store(to + at, value)
-        finish(total, out, out, out, at, None, 1, tdl.num_ranks(world), OP, False, False)
-    if both == 0:
-        copy_share(to, source, count, index, parts, BLOCK)
-        whole = reduced // BLOCK
-        for block in range(index, whole, parts):
-            at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            _reduce_at(own, arrived, size, out, at, None, world, OP, RANKS)
-    if (whole * BLOCK < reduced) & (whole % parts == index):
-        at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        if both > 0:
-            tl.store(to + at, tl.load(source + at, mask=at < count), mask=at < count)
-        _reduce_at(own, arrived, size, out, at, at < reduced, world, OP, RANKS)
-    for hop in range(2, RANKS):
-        peer = (me + hop) % RANKS
-        count = part_length(peer, shard, numel, begin, size)
-        to = tdl.symm_at(slot + me * size, peer, world)
-        copy_share(to, x + peer * shard + begin, count, index, parts, BLOCK)
-
-
 @triton.jit(do_not_specialize=["units", "step_vectors", "steps"])
 def push_kernel(
     x, out, staging, signals, channel, world, units, step_vectors, steps,
@@ -131,27 +93,35 @@ def push_kernel(
     `signals` holds RANKS words for each block: who has pushed its part of which step.
     """
     index = tl.program_id(0)
+    parts = tl.num_programs(0)
     shard = tl.cast(units, tl.int64) * UNIT
     size = tl.cast(step_vectors, tl.int64) * _VECTOR
     me = tdl.rank(world).to(tl.int64)
     pushed = signals + index * RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
     ok = (steps > 0) & tdl.no_fault(world)
-    for s in range(0, steps + 2):
+    for s in range(0, steps + 1):
         now = first + s
-        if s >= 2:
-            ok = tdl.wait_all(pushed, RANKS, world, now - 1) & ok
-        if ok & ((s < steps) | (s >= 2)):
-            slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
-            arrived = staging + ((now - 2) & (SLOTS - 1)).to(tl.int64) * RANKS * size
-            home = (s - 2) * size
-            count = part_length(me, shard, RANKS * shard, home, size)
-            _push_and_reduce(
-                x, slot, world, RANKS * shard, shard, s * size, size, x + me * shard + home,
-                arrived, out + home, tl.where(s >= 2, count, 0), OP, RANKS, BLOCK,
-            )  # fmt: skip
         if s < steps:
+            if ok:
+                slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                push_step(x, slot, world, RANKS * shard, shard, s * size, size, BLOCK)
             notify_ranks(pushed, world, now + 1, ok)
+        if s > 0:
+            ok = tdl.wait_all(pushed, RANKS, world, now) & ok
+            if ok:
+                slot = staging + ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                begin = (s - 1) * size
+                own = x + me * shard + begin
+                to = out + begin
+                count = part_length(me, shard, RANKS * shard, begin, size)
+                whole = count // BLOCK
+                for block in range(index, whole, parts):
+                    at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+                    _reduce_at(own, slot, size, to, at, None, world, OP, RANKS)
+                if (whole * BLOCK < count) & (whole % parts == index):
+                    at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+                    _reduce_at(own, slot, size, to, at, at < count, world, OP, RANKS)
 
 
 @triton.jit(do_not_specialize=["units", "slot_vectors"])

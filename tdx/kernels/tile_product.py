@@ -51,23 +51,19 @@ def tile_product(
     stride_am, stride_ak, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, DESCRIBED: tl.constexpr,
-    first=0, total=None, last=True,
+    first=0,
 ):  # fmt: skip
     """The float32 product of tile (row, col) of A's `rows` rows from `base` on: (BM, BN).
 
     Of the depth from `first` to `depth`. Zero outside B, and of rows beyond `rows` undefined.
     DESCRIBED: a and b are tensor descriptors, b's of the transpose if B_UNIT is 0. float8 inputs
     are scaled: scales lie A_STEP, B_STEP elements apart; 0: one for all.
-
-    A sum in several parts, which begin at multiples of BK, has the bits of one over all: `total` is
-    that of the parts before, and scales come with the `last` one.
     """
     rm = tl.arange(0, BM)
     rn = tl.arange(0, BN)
     first_row = base + tl.cast(row, tl.int64) * BM
     first_column = tl.cast(col, tl.int64) * BN
-    if total is None:
-        total = tl.zeros((BM, BN), tl.float32)
+    total = tl.zeros((BM, BN), tl.float32)
     if DESCRIBED:
         for start in range(first, depth, BK):
             x = a.load([first_row.to(tl.int32), start])
@@ -94,7 +90,7 @@ def tile_product(
             a_tile += BK * stride_ak
             b_tile += BK * stride_bk
     kind = a.dtype if DESCRIBED else a.dtype.element_ty
-    if kind.is_fp8() and last:
+    if kind.is_fp8():
         scale_rows = tl.load(
             scale_a + (first_row + rm) * A_STEP, mask=rm < rows - row * BM, other=0.0
         )

@@ -162,9 +162,7 @@ def _product(
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False,
         "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "OWN_CHUNK": 0,
         "SPLIT": 2, "WIDE": False, "PAIRS": size == 2, "SCATTERED": False, "BLOCK": 1024,
-        "SAMPLES": 128, "PUSH": True, "SENDERS": 16, "UNIT": 16, "WORDS": 2 * size, "FIRST_PM": 4,
-        "FIRST_PK": 256, "PM": 2, "PK": 2048, "SCALED": size == 1, "SCALES": 256,
-        "WHOLE": False,
+        "SAMPLES": 128, "PUSH": True, "SENDERS": 16, "UNIT": 16, "SCALED": size == 1, "SCALES": 256,
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
@@ -183,7 +181,8 @@ def _product(
         "slots": "*i64", "world": "world", "channel": "channel",
         **dict.fromkeys(
             ("rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk",
-             "stride_bn", "chunk_rows", "chunks", "owned", "line_units", "first", "parts"), "i32"
+             "stride_bn", "chunk_rows", "chunks", "owned", "owned_rows", "line_units"),
+            "i32"
         ),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
@@ -279,8 +278,8 @@ CASES = {
 RAGGED = {"shape": (4096, 4104, 4096)}
 FEW_ROWS = {"shape": (16, 7168, 8192)}
 SEVERAL_ROWS = {"shape": (128, 7168, 8192)}
-SCATTERED_ROWS = {"SCATTERED": True, **SEVERAL_ROWS}
-TWO_HALVES = {"shape": (64, 7168, 8192), "parts": 2}
+SCATTERED_ROWS = {"ONE_SHOT": True, "SCATTERED": True, **SEVERAL_ROWS}
+TWO_HALVES = {"shape": (256, 7168, 8192), "parts": 2}
 PRODUCTS = {
     "matmul-bf16": ("matmul.matmul_kernel", "bfloat16", {}),
     "matmul-gathered": ("matmul.matmul_kernel", "bfloat16", {"GATHERED": True}),
@@ -305,15 +304,16 @@ PRODUCTS = {
     "scattered-whole": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {"OWN_CHUNK": 512}),
     "scattered-fp32": ("matmul_reduce_scatter.fused_kernel", "float32", {}),
     "finish-bf16": ("product_first.finish_kernel", "bfloat16", {}),
-    "fused-bf16": ("matmul_all_reduce.fused_kernel", "bfloat16", {}),
-    "fused-fp32": ("matmul_all_reduce.fused_kernel", "float32", {}),
+    "fused-bf16": ("summed_tiles.fused_kernel", "bfloat16", {}),
+    "fused-fp32": ("summed_tiles.fused_kernel", "float32", {}),
     "fused-one_shot-ragged": (
-        "matmul_all_reduce.fused_kernel",
+        "summed_tiles.fused_kernel",
         "bfloat16",
         {"ONE_SHOT": True, **RAGGED},
     ),
     "words-product-bf16": ("low_latency_product.low_latency_kernel", "bfloat16", SEVERAL_ROWS),
-    "words-product-fp32": ("low_latency_product.low_latency_kernel", "float32", SCATTERED_ROWS),
+    "words-product-fp32": ("low_latency_product.low_latency_kernel", "float32", SEVERAL_ROWS),
+    "fused-scattered": ("summed_tiles.fused_kernel", "bfloat16", SCATTERED_ROWS),
 }
 FLOAT8 = {
     "matmul-fp8": ("matmul.matmul_kernel", "float8_e4m3fn", {}),
@@ -324,7 +324,7 @@ FLOAT8 = {
         {"b_unit": 0},
     ),
     "scattered-fp8": ("matmul_reduce_scatter.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
-    "fused-fp8": ("matmul_all_reduce.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
+    "fused-fp8": ("summed_tiles.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
 }
 BY_DESCRIPTORS = {"described": True}
 DESCRIBED = {
@@ -347,10 +347,10 @@ DESCRIBED = {
         "bfloat16",
         {**BY_DESCRIPTORS, **TWO_HALVES},
     ),
-    "one_kernel-described-large": (
+    "one_kernel-described-bT": (
         "gathering_product.gather_multiply_kernel",
         "bfloat16",
-        {**BY_DESCRIPTORS, "shape": (256, 7168, 8192), "parts": 2, "b_unit": 0},
+        {"b_unit": 0, **BY_DESCRIPTORS, **TWO_HALVES},
     ),
     "scattered-described": ("matmul_reduce_scatter.fused_kernel", "bfloat16", BY_DESCRIPTORS),
     "scattered-whole-described": (
@@ -361,9 +361,9 @@ DESCRIBED = {
     "words-product-described": (
         "low_latency_product.low_latency_kernel",
         "bfloat16",
-        {**BY_DESCRIPTORS, **SCATTERED_ROWS},
+        {**BY_DESCRIPTORS, **SEVERAL_ROWS},
     ),
-    "fused-described": ("matmul_all_reduce.fused_kernel", "bfloat16", BY_DESCRIPTORS),
+    "fused-described": ("summed_tiles.fused_kernel", "bfloat16", BY_DESCRIPTORS),
 }
 PRODUCTS |= FLOAT8 | DESCRIBED
 

@@ -164,8 +164,8 @@ def test_waits_are_loops_that_acquire(outcome, case, target):
     assert positions(code, r"%globaltimer|s_memrealtime")
 
 
-@pytest.mark.parametrize("case", ["one_kernel-described", "one_kernel-described-large"])
-def test_sums_over_parts_keep_their_pipeline(outcome_of, case):
+@pytest.mark.parametrize("case", ["one_kernel-described", "one_kernel-described-bT"])
+def test_products_of_gathered_rows_are_pipelined(outcome_of, case):
     """Of the own rows and of a peer's: loads are on their way while tensor cores work."""
     loops = outcome_of(case, "sm_90").ttgir.split("scf.for")
     for rows in ("own", "gathered"):

@@ -5,9 +5,9 @@
 
 For each shape M, N, K as `tdx bench` takes them: microseconds in a graph, taken in turn, of
 torch.mm alone where PyTorch is installed, of the unfused algorithm, of what is chosen, and of tiles
-of 64, 128 and 256 columns; all-gathers in 1, 2 and 4 chunks a rank, or in one kernel with parts of
-K, for several numbers of parts, shares of the first and pushing blocks; reductions that send 256
-to 2048 rows at a time. Where the model of tdx/kernels/tiles.py and select.py comes from.
+of 64, 128 and 256 columns; all-gathers in 1, 2 and 4 chunks a rank, or in one kernel with 4 to 16
+blocks that push; reductions that send 256 to 2048 rows at a time. Where the model of
+tdx/kernels/tiles.py and select.py comes from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import tdx
-from tdx.kernels.few_rows import FEW_ROWS
 from tdx.kernels.select import CONSTANTS, shared_bytes
 from tdx.kernels.tiles import Config
 from tdx.runtime.dtypes import resolve
@@ -30,7 +29,7 @@ from tdx.tools.reference import Gathered, Summands
 _DTYPE = resolve("bfloat16")
 _WIDTHS = (64, 128, 256)
 _CHUNKS = (1, 2, 4)
-_PARTS = ((1, 1, 16), (2, 4, 16), (2, 8, 8), (2, 8, 16), (2, 8, 20), (2, 16, 16), (3, 16, 16))
+_SENDERS = (4, 8, 16)
 _SENT_ROWS = (256, 512, 1024, 2048)
 _FUSED = {"matmul_reduce_scatter": "fused", "matmul_all_reduce": "copy_engine"}
 _SUMS = {
@@ -80,16 +79,15 @@ def _gathers(
             compared.ours(
                 f"{width} columns, {chunks} chunks", partial(plan, a, b, result.out), result
             )
-    usual, limits = CONSTANTS[world.backend], FEW_ROWS[world.backend]
-    for count, share, senders in _PARTS:
+    usual = CONSTANTS[world.backend]
+    for senders in _SENDERS:
         CONSTANTS[world.backend] = replace(usual, push_blocks=senders)
-        FEW_ROWS[world.backend] = replace(limits, parts=count, share=share)
-        chosen = make(algorithm="one_kernel")
+        tile = make(algorithm="one_kernel").config
         for width in _WIDTHS:
-            plan = make(algorithm="one_kernel", config=_tile(world, chosen.config, width))
-            label = f"one_kernel {width} columns, {plan._parts}"
+            plan = make(algorithm="one_kernel", config=_tile(world, tile, width))
+            label = f"one_kernel {width} columns, {senders} push"
             compared.ours(label, partial(plan, a, b, result.out), result)
-    CONSTANTS[world.backend], FEW_ROWS[world.backend] = usual, limits
+    CONSTANTS[world.backend] = usual
     compared.time()
 
 

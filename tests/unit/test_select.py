@@ -8,7 +8,7 @@ import pytest
 
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
-from tdx.kernels.few_rows import FEW_ROWS, GROWTH, few_rows, parts_of
+from tdx.kernels.gathering_product import one_kernel
 from tdx.kernels.matmul_reduce_scatter import sent_rows
 from tdx.kernels.operand import byte_units
 from tdx.kernels.select import (
@@ -237,39 +237,13 @@ def test_few_rows_are_not_fused():
         assert not follows("host", rows, nbytes, ranks)
 
 
-def test_few_rows_are_gathered_where_they_are_multiplied():
+def test_few_waves_are_gathered_where_they_are_multiplied():
     for rows, nbytes, ranks, expected in (
-        (64, 1 << 20, 2, True), (256, 4 << 20, 2, True), (32, 1 << 19, 2, True),
-        (31, 1 << 19, 2, False), (257, 4 << 20, 2, False), (256, 17 << 20, 2, False),
-        (128, 2 << 20, 4, True), (64, 1 << 20, 4, False), (64, 1 << 20, 1, False),
+        (192, 3 << 20, 2, True), (512, 8 << 20, 4, True), (191, 3 << 20, 2, False),
+        (513, 8 << 20, 2, False), (256, 17 << 20, 2, False), (256, 4 << 20, 1, False),
     ):  # fmt: skip
-        assert few_rows("cuda", rows, nbytes, ranks) is expected
-        assert not few_rows("host", rows, nbytes, ranks)
-
-
-@pytest.mark.parametrize("backend", FEW_ROWS)
-@pytest.mark.parametrize("itemsize", [1, 2, 4])
-@pytest.mark.parametrize("depth", [0, 1, 100, 256, 300, 3584, 8192, 1 << 17])
-def test_parts_of_rows_suit_every_tile(backend, itemsize, depth):
-    driver = SimpleNamespace(resident_blocks=lambda: 132)
-    parts = parts_of(SimpleNamespace(backend=backend, driver=driver), depth, itemsize, None)
-    assert parts.count == 1 or parts.first * GROWTH ** (parts.count - 2) < depth
-    assert parts.count > 1 or parts.first >= depth
-    assert 1 <= parts.senders <= 16
-    for n, described in ((64, False), (7168, True), (1 << 17, True)):
-        tile = choose_tile(backend, "sm_90", 64, n, depth, itemsize, described, 116, 2)
-        assert parts.first % tile.block_k == 0
-    given = parts_of(
-        SimpleNamespace(backend=backend, driver=driver), depth, itemsize, Config(16, 16, 512)
-    )
-    assert given.first % 512 == 0
-
-
-@pytest.mark.parametrize(("rows", "tile"), [(64, (64, 128, 128, 4)), (256, (128, 256, 64, 4))])
-def test_tiles_of_few_rows_are_one_wave(rows, tile):
-    chosen = choose_tile("cuda", "sm_90", rows, 7168, 8192, 2, True, 116, 2, sending_us=5)
-    assert (chosen.block_m, chosen.block_n, chosen.block_k, chosen.num_stages) == tile
-    assert 2 * chosen.tiles(rows, 7168) <= 116
+        assert one_kernel("cuda", rows, nbytes, ranks) is expected
+        assert not one_kernel("host", rows, nbytes, ranks)
 
 
 def test_parts_are_tiled_as_one_product():

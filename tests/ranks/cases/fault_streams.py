@@ -175,6 +175,7 @@ OPERATIONS = {
     "unfused": ("all_gather_matmul", "slots"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "credit"),
     "matmul_reduce_scatter-low_latency": ("matmul_reduce_scatter", "words"),
+    "matmul_reduce_scatter-one_kernel": ("matmul_reduce_scatter", "partial_tiles"),
     "matmul_all_reduce": ("matmul_all_reduce", "partial_tiles finished_tiles"),
     "matmul_all_reduce-copy_engine": ("matmul_all_reduce", "credit"),
     "all_reduce_rms_norm": ("all_reduce_rms_norm", "signals"),

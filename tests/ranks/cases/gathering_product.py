@@ -1,18 +1,14 @@
-"""A gather in parts along K, in the kernel that multiplies."""
+"""A gather in the kernel that multiplies."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import tdx
 from tdx.kernels.all_gather_matmul import ALGORITHMS
-from tdx.kernels.few_rows import FEW_ROWS
 from tdx.kernels.matmul import Config
 from tests.helpers.blocks import many_blocks
 from tests.helpers.cases import worlds
@@ -26,21 +22,12 @@ from tests.helpers.reference import (
 )
 
 SMALL = Config(16, 16, 16, num_warps=4)
-# rows a rank, depth, columns: K below the first part, at its end, ragged, of all parts
+# rows a rank, depth, columns
 SHAPES = [(5, 9, 20), (17, 16, 33), (40, 65, 50), (8, 300, 40)]
 
 
-@contextmanager
-def split(parts: int) -> Iterator[None]:
-    """Plans made inside gather in up to so many parts, pushed by two blocks."""
-    with many_blocks(), pytest.MonkeyPatch.context() as patch:
-        for backend, limits in FEW_ROWS.items():
-            patch.setitem(FEW_ROWS, backend, replace(limits, parts=parts, share=20))
-        yield
-
-
-def plan_of(world, parts, *shapes, dtype="float32", **given):
-    with split(parts):
+def plan_of(world, *shapes, dtype="float32", **given):
+    with many_blocks():  # of which several push
         return tdx.AllGatherMatmul(world, *shapes, dtype, algorithm="one_kernel", **given)
 
 
@@ -55,17 +42,16 @@ def close(got, wanted, depth, *kinds):
 
 
 @worlds(1, 2, 3, 4)
-@pytest.mark.parametrize(("parts", "dtype"), [(2, "bfloat16"), (3, "float32")])
-def case_values(world, parts, dtype):
-    """Bits of one Config are those of one sum over K, whatever the parts and the algorithm."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def case_values(world, dtype):
+    """Bits of one Config are those of a product of all rows."""
     for m, k, n in SHAPES:
         b, bias = values(100 + world.rank, (k, n), dtype), values(7, n, dtype)
         x = world.array(values(world.rank, (m, k), dtype), symmetric=False)
         y, z = (world.array(v, symmetric=False) for v in (b, bias))
         turned = world.array(np.ascontiguousarray(b.T), symmetric=False).T
         given = {"bias": True, "activation": "gelu", "dtype": dtype, "config": SMALL}
-        plan = plan_of(world, parts, (m, k), (k, n), **given)
-        assert plan._parts.count == (1 if k <= 16 else parts)
+        plan = plan_of(world, (m, k), (k, n), **given)
         out = world.array(poisoned((world.size * m, n), dtype), symmetric=False)
         assert plan(x, y, out, bias=z) is out
         whole = whole_a(world, (m, k), dtype)
@@ -96,7 +82,7 @@ def case_several_b(world, widths):
     """The first that has columns sends the rows, on each rank another; or the first if none has."""
     m, k = 19, 70
     widths = widths if world.rank % 2 else widths[::-1]
-    with split(2):
+    with many_blocks():
         plan = tdx.AllGatherMatmul(
             world, (m, k), [(k, n) for n in widths], "float32", algorithm="one_kernel", config=SMALL
         )
@@ -113,11 +99,10 @@ def case_several_b(world, widths):
 
 
 @worlds(2, 3)
-@pytest.mark.parametrize("parts", [1, 3])
-def case_repetition_and_graphs(world, parts):
+def case_repetition_and_graphs(world):
     """Many calls without the host, each with other inputs; replays with the gathered rows."""
     m, k, n = 21, 120, 24
-    plan = plan_of(world, parts, (m, k), (k, n), config=SMALL)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL)
     b = values(3, (k, n), "float32")
     y = world.array(b, symmetric=False)
     xs = [world.array(values(world.rank, (m, k), "float32", i), symmetric=False) for i in range(9)]
@@ -151,7 +136,7 @@ def case_repetition_and_graphs(world, parts):
 def case_ranks_that_are_ahead(world):
     """One rank is late in each call, another each time: nobody overwrites what it has not read."""
     m, k, n = 18, 96, 16
-    plan = plan_of(world, 2, (m, k), (k, n), config=SMALL)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL)
     b = values(3, (k, n), "float32")
     y = world.array(b, symmetric=False)
     xs = [world.array(values(world.rank, (m, k), "float32", i), symmetric=False) for i in range(8)]
@@ -172,7 +157,7 @@ def case_a_team_in_another_order(world):
     m, k, n = 9, 64, 20
     b = values(3, (k, n), "float32")
     x = world.array(values(world.rank, (m, k), "float32"), symmetric=False)
-    plan = plan_of(world, 2, (m, k), (k, n), config=SMALL, team=team)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL, team=team)
     whole = np.concatenate([values(rank, (m, k), "float32") for rank in team.ranks])
     for _ in range(3):
         close(plan(x, world.array(b, symmetric=False)), product(whole, b), k, "float32")
@@ -181,5 +166,5 @@ def case_a_team_in_another_order(world):
 
 @worlds(2)
 def case_gathered_before_a_call(world):
-    plan = plan_of(world, 2, (3, 8), (8, 4))
+    plan = plan_of(world, (3, 8), (8, 4))
     assert not plan.gathered().numpy().any()

@@ -126,7 +126,7 @@ def case_depth_differs_between_ranks(world):
     x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
     wanted = reference(world, 5, depth, 20, "float32")
     for config in (None, SMALL):
-        for algorithm in (None, "low_latency"):
+        for algorithm in (None, "low_latency", "one_kernel"):
             result = tdx.matmul_reduce_scatter(x, y, config=config, algorithm=algorithm)
             close(result, wanted, 64, "float32", "float32")
 
@@ -229,7 +229,7 @@ def case_all_algorithms_give_the_same_bits(world):
                 results = []
                 for algorithm, blocks in (
                     *((name, contextlib.nullcontext) for name in ALGORITHMS),
-                    ("fused", many_blocks), ("low_latency", many_blocks),
+                    *((name, many_blocks) for name in ALGORITHMS),
                 ):  # fmt: skip
                     with blocks():
                         plan = tdx.MatmulReduceScatter(

@@ -63,7 +63,7 @@ def case_fused_ones_refuse(world):
     for call, algorithms in (
         (tdx.all_gather_matmul, ("fused", "one_kernel")),
         (tdx.matmul_reduce_scatter, ("fused", "low_latency")),
-        (tdx.matmul_all_reduce, ("low_latency", "one_shot", "two_shot", "copy_engine", None)),
+        (tdx.matmul_reduce_scatter, ("one_kernel",)), (tdx.matmul_all_reduce, ("one_shot", "two_shot", "copy_engine", None)),
     ):  # fmt: skip
         for algorithm in algorithms:
             with pytest.raises(InvalidArgument, match=r'split_k=3 is not for .*"unfused"'):
