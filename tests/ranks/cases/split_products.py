@@ -62,8 +62,8 @@ def case_fused_ones_refuse(world):
     x, y = world.zeros((M, K), "float32"), world.zeros((K, N), "float32")
     for call, algorithms in (
         (tdx.all_gather_matmul, ("fused", "one_kernel")),
-        (tdx.matmul_reduce_scatter, ("fused", "low_latency")),
-        (tdx.matmul_reduce_scatter, ("one_kernel",)), (tdx.matmul_all_reduce, ("one_shot", "two_shot", "copy_engine", None)),
+        (tdx.matmul_reduce_scatter, ("fused", "one_kernel", "low_latency")),
+        (tdx.matmul_all_reduce, ("one_shot", "two_shot", "copy_engine", None)),
     ):  # fmt: skip
         for algorithm in algorithms:
             with pytest.raises(InvalidArgument, match=r'split_k=3 is not for .*"unfused"'):
