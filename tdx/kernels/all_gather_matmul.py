@@ -130,10 +130,8 @@ class AllGatherMatmul(Plan):
             rows, self._widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
             first_us, beside = engines_us(world.backend, nbytes * (size - 1) // chunks), 0
             if self.algorithm == "one_kernel":
-                first_us, beside = (
-                    nbytes / constants(world.backend).link_bytes_per_us,
-                    senders_of(world),
-                )
+                first_us = nbytes / constants(world.backend).link_bytes_per_us
+                beside = senders_of(world, self._widest, size)
             self.config = self.product.tile(
                 config, world, rows, self._widest, self._depth, parts, parts == 1, first_us,
                 beside=beside,

@@ -1,9 +1,9 @@
-"""A gather and a product in one kernel, for rows that are one or two waves of tiles.
+"""A gather and a product in one kernel, for rows that are a few waves of tiles.
 
 Beside so few tiles copy engines, or another kernel, take too long to begin. The first blocks of
-this kernel push the own rows to one peer after the other; the others compute the tiles of the own
-rows meanwhile, then those of the peers, in the order in which they come. There is a signal for each
-rank and pushing block.
+this kernel push the own rows, in pieces, to one peer after the other: as few blocks as are done
+when the others have computed the tiles of the own rows. Then these take the peers' tiles, in the
+order in which they come. There is a signal for each rank and piece.
 
 Rows arrive in slots that are used in turn by calls' parity and need no credit: a rank in call n has
 all rows of call n - 1 of every peer, and so they have left call n - 2.
@@ -38,7 +38,11 @@ __all__ = ["GatheringProduct", "one_kernel", "senders_of"]
 
 # Fewest and most rows of a rank. Fewer take as long as it takes to read b, which is read for each
 # rank's rows; of more the tiles lack the blocks that push.
-_ROWS = {"cuda": (192, 512), "hip": (192, 512)}
+_ROWS = {"cuda": (224, 1024), "hip": (224, 1024)}
+# Columns of b with which all blocks take as long for a row as one takes to push it to a peer: on an
+# H200 23 GB/s, 640 TFLOP/s.
+_COLUMNS = 28 << 10
+_PIECES = tl.constexpr(16)
 _SLOT_BYTES = 64 << 20  # most memory for the rows of all ranks in two calls
 _SIZES = ["rows", "columns", "depth", "line_units", "stride_bk", "stride_bn"]
 
@@ -48,34 +52,39 @@ def _push_rows(
     x, slots, own_scales, scales, progress, number, index, senders, rows, line, world,
     SCALED: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A pushing program's share of the own rows, of `line` words each, to every peer.
+    """A pushing program's pieces of the own rows, of `line` words each, to every peer.
 
     A single rank stores them at itself: where the next rank is.
     """
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     own_row = ((number & 1) * ranks + me).to(tl.int64) * rows
-    signal = progress + me * senders + index
-    count = tl.where(tdl.no_fault(world), rows, 0)
+    mine = own_scales + me.to(tl.int64) * rows
+    signals = progress + me * _PIECES
+    height = tl.cdiv(rows, _PIECES)
+    end = tl.where(tdl.no_fault(world), rows, 0)
     for hop in range(1, tl.maximum(ranks, 2)):
         peer = (me + hop) % ranks
-        to = tdl.symm_at(slots + own_row * line, peer, world)
-        copy_share(to, x, tl.cast(count, tl.int64) * line, index, senders, BLOCK)
-        if SCALED:
-            theirs = tdl.symm_at(scales + own_row, peer, world)
-            mine = own_scales + me.to(tl.int64) * rows
-            copy_share(theirs, mine, tl.where(index == 0, count, 0), 0, 1, SCALES)
-        tdl.notify(signal, peer, world, number)
-    tdl.notify(signal, me, world, number)
+        for piece in range(index, _PIECES, senders):
+            first = tl.cast(piece * height, tl.int64)
+            count = tl.maximum(tl.minimum(height, end - first), 0)
+            to = tdl.symm_at(slots + (own_row + first) * line, peer, world)
+            copy_share(to, x + first * line, count * line, 0, 1, BLOCK)
+            if SCALED:
+                theirs = tdl.symm_at(scales + own_row + first, peer, world)
+                copy_share(theirs, mine + first, count, 0, 1, SCALES)
+            tdl.notify(signals + piece, peer, world, number)
+    for piece in range(index, _PIECES, senders):
+        tdl.notify(signals + piece, me, world, number)
     if index == 0:  # also where no tile waits for the rows
-        expected = ranks * senders
+        expected = ranks * _PIECES
         tdl.wait_all(progress, expected, world, number, first_peer=-expected)
 
 
 @triton.jit
 def _multiply(
     own, b, c, bias, scale_b, gathered, own_scales, scales, progress, number, block, blocks,
-    senders, rows, columns, depth, stride_bk, stride_bn, world,
+    rows, columns, depth, stride_bk, stride_bn, world,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, DESCRIBED: tl.constexpr,
@@ -99,12 +108,15 @@ def _multiply(
             c + own_row * columns, total, bias, row, col, rows, columns, columns, sound,
             BM, BN, HAS_BIAS, ACTIVATION, DESCRIBED and BN > 128,
         )  # fmt: skip
+    height = tl.cdiv(rows, _PIECES)
     late = block + tl.cdiv(tl.maximum(tiles - block, 0), blocks) * blocks
     for tile in range(late, tiles * ranks, blocks):
         peer = (me + ranks - tile // tiles) % ranks
         row, col = grouped_tile(tile % tiles, tiles_m, tiles_n, GROUP_M)
-        signals = progress + peer * senders
-        ok = tdl.wait_all(signals, senders, world, number, first_peer=-senders) & sound
+        first = row * BM // height
+        count = (tl.minimum((row + 1) * BM, rows) - 1) // height + 1 - first
+        signals = progress + peer * _PIECES + first
+        ok = tdl.wait_all(signals, count, world, number, first_peer=-count) & sound
         if DESCRIBED:
             tdl.fence_async_proxy()
         base = ((number & 1) * ranks + peer).to(tl.int64) * rows
@@ -150,7 +162,7 @@ def gather_multiply_kernel(
     else:
         _multiply(
             own, b, c, bias, scale_b, gathered, own_scales, scales, progress, number,
-            index - PUSHING, tl.num_programs(0) - PUSHING, SENDERS, rows, columns, depth,
+            index - PUSHING, tl.num_programs(0) - PUSHING, rows, columns, depth,
             stride_bk, stride_bn, world, BM, BN, BK, GROUP_M, PRECISION, HAS_BIAS,
             ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
         )  # fmt: skip
@@ -189,17 +201,16 @@ class GatheringProduct:
         """The kernel of b number `pusher` pushes; it is launched first."""
         world, size, rows = plan.world, plan.group.size, shape[0]
         dtype = product.dtype
-        self._rows, self._senders, self._pusher = rows, senders_of(world), pusher
+        self._rows, self._pusher = rows, pusher
         self._world, self._rank = world, plan.group.rank
         self.chunks, self.chunk_rows = 1, max(1, rows)
         self._nbytes, self._line = elements(shape) * dtype.itemsize, shape[1] * dtype.itemsize
         self.buffer = world.zeros((size, *shape), dtype, symmetric=False, name="gathered")
         self._slots = plan.workspace("slots", (2 * size * rows, shape[1]), dtype)
-        self._progress = plan.workspace(
-            "progress", (size * self._senders,), np.int32, self._senders
-        )
+        pieces = _PIECES.value
+        self._progress = plan.workspace("progress", (size * pieces,), np.int32, pieces)
         self._epoch = world.zeros((1,), np.int32, symmetric=False)
-        self._channel = plan.channel(max(world.driver.resident_blocks(), self._senders + 1))
+        self._channel = plan.channel(world.driver.resident_blocks() + 1)
         # some array has to stand in where a kernel has no use for one
         self._scales = self._own_scales = self._epoch
         self._spread: list[Callable[..., None]] = []
@@ -236,8 +247,9 @@ class GatheringProduct:
 
         `sizes`, `steps`: see Product, with the rows of all ranks.
         """
-        world, slots, senders = self._world, self._slots, self._senders
+        world, slots = self._world, self._slots
         _, n, k, *strides = sizes
+        senders = senders_of(world, n, plan.group.size)
         own, b = product.kinds(config, described, (self._rows, *sizes[1:]))
         rows, _ = product.kinds(config, described, (len(slots), *sizes[1:]))
         gathered = rows.of(slots) if isinstance(rows, Described) else slots
@@ -259,7 +271,7 @@ class GatheringProduct:
 
     def _block(self, width: int, warps: int) -> int:
         """Words of `width` bytes that a program pushes at a time."""
-        share = power_of_two(-(-self._nbytes // (width * self._senders)))
+        share = power_of_two(-(-self._nbytes // (width * _PIECES.value)))
         most = constants(self._world.backend).block_elements[1]
         if self._world.backend != "host":  # each word takes registers
             most = min(most, 32 * warps * (64 if self._world.backend == "hip" else 32))
@@ -290,6 +302,8 @@ def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
     return fewest <= rows <= most and 2 * ranks * nbytes <= _SLOT_BYTES
 
 
-def senders_of(world: World) -> int:
-    """Blocks that push: they fill the links."""
-    return max(1, min(constants(world.backend).push_blocks, world.driver.resident_blocks() // 4))
+def senders_of(world: World, columns: int, ranks: int) -> int:
+    """Blocks that push while the others multiply the own rows by so many columns of b."""
+    needed = -(-(ranks - 1) * _COLUMNS // max(1, columns))
+    most = min(constants(world.backend).push_blocks, world.driver.resident_blocks() // 4)
+    return max(1, min(most, power_of_two(needed)))

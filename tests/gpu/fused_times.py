@@ -81,7 +81,7 @@ def _gathers(
             )
     usual = CONSTANTS[world.backend]
     for senders in _SENDERS:
-        CONSTANTS[world.backend] = replace(usual, push_blocks=senders)
+        CONSTANTS[world.backend] = replace(usual, push_blocks=senders)  # at most
         tile = make(algorithm="one_kernel").config
         for width in _WIDTHS:
             plan = make(algorithm="one_kernel", config=_tile(world, tile, width))

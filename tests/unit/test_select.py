@@ -8,7 +8,7 @@ import pytest
 
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
-from tdx.kernels.gathering_product import one_kernel
+from tdx.kernels.gathering_product import one_kernel, senders_of
 from tdx.kernels.matmul_reduce_scatter import sent_rows
 from tdx.kernels.operand import byte_units
 from tdx.kernels.select import (
@@ -239,11 +239,22 @@ def test_few_rows_are_not_fused():
 
 def test_few_waves_are_gathered_where_they_are_multiplied():
     for rows, nbytes, ranks, expected in (
-        (192, 3 << 20, 2, True), (512, 8 << 20, 4, True), (191, 3 << 20, 2, False),
-        (513, 8 << 20, 2, False), (256, 17 << 20, 2, False), (256, 4 << 20, 1, False),
+        (256, 4 << 20, 2, True), (512, 8 << 20, 4, True), (1024, 16 << 20, 2, True),
+        (192, 3 << 20, 2, False), (1025, 16 << 20, 2, False), (256, 17 << 20, 2, False),
+        (256, 4 << 20, 1, False),
     ):  # fmt: skip
         assert one_kernel("cuda", rows, nbytes, ranks) is expected
         assert not one_kernel("host", rows, nbytes, ranks)
+
+
+@pytest.mark.parametrize(
+    ("columns", "ranks", "senders"),
+    [(7168, 2, 4), (3584, 2, 8), (1024, 2, 16), (0, 2, 16), (28672, 2, 1), (7168, 4, 16)],
+)
+def test_as_many_blocks_push_as_the_own_rows_take_time(columns, ranks, senders):
+    driver = SimpleNamespace(resident_blocks=lambda: 132)
+    world = SimpleNamespace(backend="cuda", driver=driver)
+    assert senders_of(world, columns, ranks) == senders
 
 
 def test_parts_are_tiled_as_one_product():
