@@ -9,8 +9,8 @@ fused       A kernel, for large parts copy engines, sends the own rows to every 
             order in which they arrive, the own ones first, so that communication hides behind
             computation: 2 * M * N * K operations, time about
             max(operations / rate, (W - 1) * S / bandwidth) + the first own chunk.
-one_kernel  The same in one kernel, whose first blocks send: for rows that are a wave or two of
-            tiles. Workspace: 3 * W * S bytes. See gathering_product.py.
+one_kernel  The same in one kernel, whose first blocks send: for up to a few thousand rows.
+            Workspace: 3 * W * S bytes. See gathering_product.py.
 unfused     All rows are gathered, then multiplied: B is read once, not for each rank's rows, which
             counts where they are very few. gathering.py has this gather and that of "fused".
 

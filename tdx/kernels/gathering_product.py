@@ -1,7 +1,7 @@
-"""A gather and a product in one kernel, for rows that are a few waves of tiles.
+"""A gather and a product in one kernel, for all but the fewest and the most rows.
 
-Beside so few tiles copy engines, or another kernel, take too long to begin. The first blocks of
-this kernel push the own rows, in pieces, to one peer after the other: as few blocks as are done
+Copy engines, or another kernel beside the product, take several microseconds to begin, and as many
+to be joined. The first blocks of this kernel push the own rows, in pieces, to one peer after the other: as few blocks as are done
 when the others have computed the tiles of the own rows. Then these take the peers' tiles, in the
 order in which they come. There is a signal for each rank and piece.
 
@@ -36,14 +36,14 @@ from tdx.runtime.world import World
 
 __all__ = ["GatheringProduct", "one_kernel", "senders_of"]
 
-# Fewest and most rows of a rank. Fewer take as long as it takes to read b, which is read for each
-# rank's rows; of more the tiles lack the blocks that push.
-_ROWS = {"cuda": (224, 1024), "hip": (224, 1024)}
+# Fewest rows of a rank: fewer take as long as it takes to read b, which is read for each rank's
+# rows. Most of all ranks, of two and of more: the tiles lack the blocks that push.
+_FEWEST, _MOST, _MOST_OF_MANY = 224, 4096, 2048
 # Columns of b with which all blocks take as long for a row as one takes to push it to a peer: on an
 # H200 23 GB/s, 640 TFLOP/s.
 _COLUMNS = 28 << 10
 _PIECES = tl.constexpr(16)
-_SLOT_BYTES = 64 << 20  # most memory for the rows of all ranks in two calls
+_SLOT_BYTES = 128 << 20  # most memory for the rows of all ranks in two calls
 _SIZES = ["rows", "columns", "depth", "line_units", "stride_bk", "stride_bn"]
 
 
@@ -296,10 +296,10 @@ def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
 
     Ranks choose alike: N, which may differ between them, says nothing here.
     """
-    if backend not in _ROWS or ranks == 1:
+    if backend == "host" or ranks == 1:
         return False
-    fewest, most = _ROWS[backend]
-    return fewest <= rows <= most and 2 * ranks * nbytes <= _SLOT_BYTES
+    most = _MOST if ranks == 2 else _MOST_OF_MANY
+    return _FEWEST <= rows <= most // ranks and 2 * ranks * nbytes <= _SLOT_BYTES
 
 
 def senders_of(world: World, columns: int, ranks: int) -> int:
