@@ -1,9 +1,9 @@
 """A gather and a product in one kernel, for all but the fewest and the most rows.
 
 Copy engines, or another kernel beside the product, take several microseconds to begin, and as many
-to be joined. The first blocks of this kernel push the own rows, in pieces, to one peer after the other: as few blocks as are done
-when the others have computed the tiles of the own rows. Then these take the peers' tiles, in the
-order in which they come. There is a signal for each rank and piece.
+to be joined. The first blocks of this kernel push the own rows, in pieces, to one peer after the
+other: as few blocks as are done when the rest have computed the own rows' tiles. Those then take
+the peers' tiles, in the order in which they come. There is a signal for each rank and piece.
 
 Rows arrive in slots that are used in turn by calls' parity and need no credit: a rank in call n has
 all rows of call n - 1 of every peer, and so they have left call n - 2.
