@@ -18,8 +18,7 @@ Several B (q, k, v; gate and up) share one gather. float8 rows travel with their
 one Config do not depend on the order of arrival: a tile is one block's sum over K.
 
 Ordering: when the operation is complete on a rank's stream, its rows were sent, all rows had come
-and A may be reused. Peers write the gathered rows once this rank enters its next call, or the one
-after that ("one_kernel").
+and A may be reused. Peers write the gathered rows once this rank enters its next call.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from tdx.runtime.array import Array
 from tdx.runtime.checks import check_int
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
-from tdx.runtime.stream import NOWHERE
+from tdx.runtime.stream import NOWHERE, follow
 from tdx.runtime.world import World
 
 __all__ = ["ALGORITHMS", "AllGatherMatmul", "all_gather_matmul"]
@@ -124,7 +123,7 @@ class AllGatherMatmul(Plan):
             if chunks_per_rank is None:
                 chunks_per_rank = gather_chunks(world.backend, nbytes, line, size - 1)
             chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
-            self.algorithm = algorithm or ("fused" if following else self._choose(nbytes))
+            self.algorithm = algorithm or ("fused" if following else self._choose(nbytes, config))
             check_config(config, "" if self.algorithm == "unfused" else self.algorithm)
             parts = 1 if self.algorithm == "unfused" else size
             rows, self._widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
@@ -146,9 +145,11 @@ class AllGatherMatmul(Plan):
         with self.preparation():
             self._build(chunks, buffer)
 
-    def _choose(self, nbytes: int) -> str:
+    def _choose(self, nbytes: int, config: Config | None) -> str:
         backend, rows, size = self.world.backend, self._rows, self.group.size
-        if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
+        splits = isinstance(config, Config) and config.split_k > 1
+        # scales of rows need another kernel first; not measured
+        if one_kernel(backend, rows, nbytes, size) and not (self.product.scaled or splits):
             return "one_kernel"
         return "unfused" if follows(backend, rows, nbytes, size) else "fused"
 
@@ -166,6 +167,7 @@ class AllGatherMatmul(Plan):
         shape = (self._rows, depth)
         scaled, out = self.product.scaled, self.product.out_dtype
         self._gathering: Gathering | GatherFirst | GatheringProduct
+        self._called_on = NOWHERE  # the stream of the last call, recorded or not
         self._pusher = -1  # number of the b whose kernel sends rows, also if it is empty
         if self.algorithm == "one_kernel":
             self._pusher = next((i for i, (_, n) in enumerate(self.shapes_b) if n), 0)
@@ -180,9 +182,9 @@ class AllGatherMatmul(Plan):
         self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
         units = size * self._gathering.chunks if self._traced else 0
-        self._tiles = partial(self.config.tiles, self._gathering.chunk_rows)  # of a chunk
+        tiles = partial(self.config.tiles, self._gathering.chunk_rows)  # of a chunk
         self._traces = [
-            world.zeros((max(1, units * self._tiles(n)),), "int32", symmetric=False)
+            world.zeros((max(1, units * tiles(n)),), "int32", symmetric=False)
             for _, n in self.shapes_b
         ]
         self._kernels: dict[Any, Callable[..., None]] = {}
@@ -245,7 +247,10 @@ class AllGatherMatmul(Plan):
         product, (k, n) = self.product, self.shapes_b[i]
         if key not in self._kernels and (n or i == self._pusher):
             sizes = (self.group.size * self._rows, n, k, k, 1, *strides)
-            described = product.described(self.world, self.config, sizes, aligned)
+            slots = 2 if self.algorithm == "one_kernel" else 1  # one descriptor is of both
+            described = product.described(
+                self.world, self.config, (slots * sizes[0], *sizes[1:]), aligned
+            )
             self._kernels[key] = self._bind(i, sizes, (1, step), described, bias)
         return self._kernels.get(key)
 
@@ -278,8 +283,18 @@ class AllGatherMatmul(Plan):
             if self.world.recording is not None:
                 self.world.recording.keep(self)
             here = self._called_on  # what is recorded there does not run now
-            gathering.take(here if self.world.driver.capturing(here) else self._stream)
+            if not self.world.driver.capturing(here):
+                here = self._open_stream()
+            gathering.take(here)
         return gathering.buffer.reshape(shape)
+
+    def _open_stream(self) -> int:
+        """That of the last call, or if it is closed the current one, which then waits for it."""
+        driver, used = self.world.driver, self._stream
+        if driver.left_at(used) is None:
+            return used
+        follow(driver, used, here := driver.current_stream())
+        return here
 
     def overlap(self) -> tuple[int, int]:
         """(remote tiles computed before the last chunk had arrived, remote tiles) of the last call.

@@ -23,7 +23,7 @@ one Config are the same on every run and for all algorithms: each partial is one
 K, rounded once, and the ranks' partials are added in float32, without atomics, from rank 0 upwards.
 
 Ordering: peers write into a rank's buffer for partials with its credit for a call, given as it
-enters that call.
+enters that call ("fused"), or into slots used in turn.
 """
 
 from __future__ import annotations
@@ -216,7 +216,9 @@ class MatmulReduceScatter(ReducedProduct):
         if algorithm == "unfused":
             return tile(depth, split=True), algorithm
         check_fused(config, algorithm)
-        return tile(-(-depth // 16) * 16), algorithm  # the same rows and columns on all ranks
+        if self.same_tile:  # whatever the ranks' K_local
+            depth = -(-depth // 16) * 16
+        return tile(depth), algorithm
 
     def _usual(self, split: bool) -> str:
         """The algorithm if none is asked for; `split`: products alone would share tiles along K."""

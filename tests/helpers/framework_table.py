@@ -259,8 +259,12 @@ def main() -> None:
     with tdx.init() as world:
         found = _agreed(MPI.COMM_WORLD.allgather(_found(world)))
         if world.rank == 0:
-            note = _note(text) if world.backend == "host" else _describe(world, found)
-            sys.stdout.write(table(columns_of(text) | found, note))
+            kept, note = columns_of(text), _note(text)
+            if world.backend != "host":  # the note is about this run alone
+                host = [name for (_, backend), name in COLUMNS.items() if backend == "host"]
+                kept = {name: kept[name] for name in kept if name in host}
+                note = _describe(world, found)
+            sys.stdout.write(table(kept | found, note))
 
 
 if __name__ == "__main__":

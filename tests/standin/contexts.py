@@ -44,9 +44,19 @@ def another_gpu_is_current(rank: Rank) -> None:
     event = world.driver.event_create(timing=False)
     world.driver.event_record(event, world.driver.current_stream())
     assert world.driver.event_query(event)
+    driver, own, at, host = world.driver, world.device.index, x.data_ptr(), np.ones(10, np.int64)
+    for use in (
+        world.synchronize, lambda: driver.copy(at, at, 8, 1), lambda: driver.fill(at, 0, 8, 1),
+        lambda: driver.copy_in(at, host.ctypes.data, 80, 2), lambda: driver.stream_wait(1, event),
+        lambda: driver.copy_out(host.ctypes.data, at, 80, 2), lambda: driver.stream_query(0),
+        lambda: driver.copy_2d(at, 8, at, 8, 8, 2, 1), lambda: driver.stream_synchronize(1),
+        lambda: driver.read(host.ctypes.data, at, 80),
+    ):  # fmt: skip
+        rank.fake.device_used = -1
+        use()
+        assert rank.fake.device_used == own
+        assert int(cu.cuCtxGetCurrent()[1]) == int(other)
     world.driver.event_destroy(event)
-    world.synchronize()
-    assert int(cu.cuCtxGetCurrent()[1]) == int(other)
     side = world.new_stream()
     assert int(cu.cuCtxGetCurrent()[1]) == int(other)
     with world.on(side):

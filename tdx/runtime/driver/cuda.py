@@ -9,7 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tdx.runtime import triton_driver_cuda
-from tdx.runtime.driver.cuda_device import NO_CONTEXT, call, cu
+from tdx.runtime.driver.cuda_device import (
+    DEFAULT_STREAMS,
+    LEGACY_STREAMS,
+    NO_CONTEXT,
+    call,
+    cu,
+)
 from tdx.runtime.driver.cuda_kernel import BoundKernel
 from tdx.runtime.driver.cuda_memory import CudaMemory
 from tdx.runtime.errors import InvalidArgument, TdxError
@@ -18,8 +24,6 @@ from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, Here, follow
 __all__ = ["CudaDriver"]
 
 _NOT_READY = int(cu.CUresult.CUDA_ERROR_NOT_READY)
-_LEGACY_STREAMS = (0, 1)  # the context's default streams, which nobody can record
-_DEFAULT_STREAMS = (*_LEGACY_STREAMS, 2)  # and the one of each thread
 _MARKS = 64  # events for streams of others; more while so many have work
 _NON_BLOCKING = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
 
@@ -31,7 +35,7 @@ class CudaDriver(CudaMemory):
 
     def __init__(self, local_rank: int, local_size: int):
         self._streams: set[int] = set()
-        self._lasting = set(_DEFAULT_STREAMS)  # streams that are there until the driver is closed
+        self._lasting = set(DEFAULT_STREAMS)  # streams that are there until the driver is closed
         self._marks: dict[int, int] = {}  # other streams -> the event after their last work
         self._events: set[int] = set()
         self._graphs: set[int] = set()
@@ -82,7 +86,7 @@ class CudaDriver(CudaMemory):
     def synchronize(self) -> None:
         if self._recording:
             self._refuse_recorded("waiting for the GPU", self._recording)
-        self._call("waiting for the GPU", cu.cuCtxSynchronize)
+        self.wait_for_all()
         self._return_late(idle=True)
 
     def abandon(self) -> None:
@@ -91,7 +95,7 @@ class CudaDriver(CudaMemory):
             with contextlib.suppress(TdxError):
                 self.graph_destroy(self.capture_end(self._recording))
         with contextlib.suppress(TdxError):
-            self._call("waiting for the GPU", cu.cuCtxSynchronize)
+            self.wait_for_all()
 
     def poke(self, address: int, value: int) -> None:
         word = ctypes.c_int64(value)
@@ -128,14 +132,17 @@ class CudaDriver(CudaMemory):
 
     def stream_synchronize(self, stream: int) -> None:
         self._refuse_recorded("waiting for a stream", stream)
-        self._call("waiting for a stream", cu.cuStreamSynchronize, stream)
+        with self.at(stream):
+            self._call("waiting for a stream", cu.cuStreamSynchronize, stream)
 
     def stream_query(self, stream: int) -> bool:
         self._refuse_recorded("asking a stream", stream)
-        return self._ready("asking a stream", cu.cuStreamQuery, stream)
+        with self.at(stream):
+            return self._ready("asking a stream", cu.cuStreamQuery, stream)
 
     def stream_wait(self, stream: int, event: int) -> None:
-        self._call("waiting for an event", cu.cuStreamWaitEvent, stream, event, 0)
+        with self.at(stream):
+            self._call("waiting for an event", cu.cuStreamWaitEvent, stream, event, 0)
 
     def event_create(self, timing: bool) -> int:
         flags = cu.CUevent_flags
@@ -207,7 +214,7 @@ class CudaDriver(CudaMemory):
         return self.event_create(timing=False)
 
     def recorded_elsewhere(self, stream: int) -> bool:
-        if stream in self._streams or stream in _LEGACY_STREAMS or self._recording:
+        if stream in self._streams or stream in LEGACY_STREAMS or self._recording:
             return False
         return self.capturing(stream)
 
@@ -215,7 +222,7 @@ class CudaDriver(CudaMemory):
     def capture_begin(self, stream: int) -> None:
         if self._recording:
             raise InvalidArgument("a graph is being recorded already; end that recording first")
-        if stream in _DEFAULT_STREAMS:
+        if stream in DEFAULT_STREAMS:
             raise InvalidArgument(
                 "the default stream cannot be recorded: use `with world.on(world.new_stream()):`"
             )
@@ -297,8 +304,8 @@ class CudaDriver(CudaMemory):
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]
     ) -> BoundKernel:
-        self.bind_thread()
-        return BoundKernel(self, kernel, grid, pointers, args, named)
+        with self.using():
+            return BoundKernel(self, kernel, grid, pointers, args, named)
 
     def resident_blocks(self) -> int:
         return self.info.multiprocessors

@@ -28,10 +28,15 @@ except ImportError as error:
         '"tdx-kernels[cuda12]"; or use backend="host"'
     ) from error
 
-__all__ = ["NO_CONTEXT", "CudaDevice", "call", "cu", "probe"]
+__all__ = [
+    "DEFAULT_STREAMS", "LEGACY_STREAMS", "NO_CONTEXT", "CudaDevice", "call", "cu", "probe",
+]  # fmt: skip
 
 _Attribute = cu.CUdevice_attribute
 _OUT_OF_MEMORY = 2
+LEGACY_STREAMS = (0, 1)  # the context's default stream, which nobody can record
+DEFAULT_STREAMS = (*LEGACY_STREAMS, 2)  # and the one of each thread
+_NOTHING = contextlib.nullcontext()
 NO_CONTEXT = (201, 709)  # none is current in the thread, or one that was destroyed
 _INSTALL = (
     "install the NVIDIA driver, or pass it into the container (docker run --gpus all); or use "
@@ -170,6 +175,15 @@ class CudaDevice:
             if current:
                 with contextlib.suppress(TdxError):  # that one may be gone
                     call("leaving the context", cu.cuCtxSetCurrent, current)
+
+    def at(self, stream: int) -> contextlib.AbstractContextManager[None]:
+        """For calls on `stream`: the default streams are those of the GPU that is current."""
+        return self.using() if stream in DEFAULT_STREAMS else _NOTHING
+
+    def wait_for_all(self) -> None:
+        """Wait until the GPU has nothing to do."""
+        with self.using():
+            self._call("waiting for the GPU", cu.cuCtxSynchronize)
 
     def is_current(self) -> bool:
         """Whether this GPU is the thread's."""

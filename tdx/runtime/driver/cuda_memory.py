@@ -298,7 +298,7 @@ class CudaMemory(CudaDevice):
     def _make_room(self) -> None:
         """Return to the device all memory that is not in use."""
         if not self._recording:
-            self._call("waiting for the GPU", cu.cuCtxSynchronize)
+            self.wait_for_all()
             self._free_spare()
             self._return_late(idle=True)
             self._call("trimming the memory pool", cu.cuMemPoolTrimTo, self._pool, 0)
@@ -323,7 +323,8 @@ class CudaMemory(CudaDevice):
 
     # ---- copies
     def copy(self, dst: int, src: int, nbytes: int, stream: int, keep: object = None) -> None:
-        self._call("copying", cu.cuMemcpyAsync, dst, src, nbytes, stream)
+        with self.at(stream):
+            self._call("copying", cu.cuMemcpyAsync, dst, src, nbytes, stream)
         self.mark(stream)
 
     def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
@@ -343,14 +344,17 @@ class CudaMemory(CudaDevice):
         self.stream_synchronize(stream)
 
     def read(self, dst: int, src: int, nbytes: int) -> None:
-        self._copy_out(dst, src, nbytes, 0)
-        self._call("copying from the GPU", cu.cuStreamSynchronize, 0)
+        with self.using():
+            self._copy_out(dst, src, nbytes, 0)
+            self._call("copying from the GPU", cu.cuStreamSynchronize, 0)
 
     def _copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self._call("copying to the GPU", cu.cuMemcpyHtoDAsync, dst, src, nbytes, stream)
+        with self.at(stream):
+            self._call("copying to the GPU", cu.cuMemcpyHtoDAsync, dst, src, nbytes, stream)
 
     def _copy_out(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self._call("copying from the GPU", cu.cuMemcpyDtoHAsync, dst, src, nbytes, stream)
+        with self.at(stream):
+            self._call("copying from the GPU", cu.cuMemcpyDtoHAsync, dst, src, nbytes, stream)
 
     def copy_2d(
         self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, stream: int
@@ -364,9 +368,11 @@ class CudaMemory(CudaDevice):
         piece.srcDevice, piece.srcPitch = src, src_pitch
         piece.dstDevice, piece.dstPitch = dst, dst_pitch
         piece.WidthInBytes, piece.Height = width, rows
-        self._call("copying rows", cu.cuMemcpy2DAsync, piece, stream)
+        with self.at(stream):
+            self._call("copying rows", cu.cuMemcpy2DAsync, piece, stream)
         self.mark(stream)
 
     def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
-        self._call("filling memory", cu.cuMemsetD8Async, dst, value, nbytes, stream)
+        with self.at(stream):
+            self._call("filling memory", cu.cuMemsetD8Async, dst, value, nbytes, stream)
         self.mark(stream)

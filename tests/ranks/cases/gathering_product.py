@@ -165,6 +165,17 @@ def case_a_team_in_another_order(world):
 
 
 @worlds(2)
+def case_gathered_behind_a_stream_that_was_closed(world):
+    m, k, n = 5, 24, 8
+    plan = plan_of(world, (m, k), (k, n), config=SMALL)
+    x = world.array(values(world.rank, (m, k), "float32"), symmetric=False)
+    side = world.new_stream()
+    plan(x, world.zeros((k, n), "float32", symmetric=False), stream=side)
+    side.close()
+    assert_same_bits(plan.gathered().numpy(), whole_a(world, (m, k)))
+
+
+@worlds(2)
 def case_gathered_before_a_call(world):
     plan = plan_of(world, (3, 8), (8, 4))
     assert not plan.gathered().numpy().any()

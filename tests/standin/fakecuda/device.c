@@ -123,6 +123,7 @@ CUresult cuCtxGetDevice(CUdevice *device) {
 
 CUresult cuCtxSynchronize(void) {
     ENTER_CONTEXT("cuCtxSynchronize");
+    fakecuda_device_used = bound->device;
     DONE(capturing_anything() ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS);
 }
 

@@ -42,6 +42,7 @@ extern int fakecuda_identity;
 extern int fakecuda_compute;
 extern long fakecuda_memory;
 extern long fakecuda_launches;
+extern int fakecuda_device_used;
 extern long fakecuda_first_argument;
 extern int fakecuda_described;
 

@@ -38,9 +38,13 @@ static Context *here(void) {
     return current_context(&context) == CUDA_SUCCESS ? context : NULL;
 }
 
-int stream_known(CUstream stream) {  // 0 to 2 are the default streams
+int stream_known(CUstream stream) {
+    if ((uintptr_t)stream <= 2) {  // the default streams, of the context that is current
+        if (here()) fakecuda_device_used = here()->device;
+        return 1;
+    }
     Stream *known = object_find(STREAM, stream);
-    return (uintptr_t)stream <= 2 || (known && known->context == here());
+    return known && known->context == here();
 }
 
 static CUstream new_stream(void) {
