@@ -51,7 +51,7 @@ from tdx.runtime.array import Array
 from tdx.runtime.checks import check_int
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
-from tdx.runtime.stream import NOWHERE, follow
+from tdx.runtime.stream import NOWHERE, follow, stream_handle
 from tdx.runtime.world import World
 
 __all__ = ["ALGORITHMS", "AllGatherMatmul", "all_gather_matmul"]
@@ -182,9 +182,9 @@ class AllGatherMatmul(Plan):
         self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
         units = size * self._gathering.chunks if self._traced else 0
-        tiles = partial(self.config.tiles, self._gathering.chunk_rows)  # of a chunk
+        self._tiles = partial(self.config.tiles, self._gathering.chunk_rows)  # of a chunk
         self._traces = [
-            world.zeros((max(1, units * tiles(n)),), "int32", symmetric=False)
+            world.zeros((max(1, units * self._tiles(n)),), "int32", symmetric=False)
             for _, n in self.shapes_b
         ]
         self._kernels: dict[Any, Callable[..., None]] = {}
@@ -273,27 +273,26 @@ class AllGatherMatmul(Plan):
         scales = operand(world, gathering.scales, "scales")
         return lambda stream, _, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
 
-    def gathered(self) -> Array:
+    def gathered(self, stream: Any = None) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault.
 
-        With "one_kernel" this queues a copy on the stream of that call.
+        "one_kernel" queues a copy on `stream`, the last call's: None if that is one of tdx. Without
+        it the copy of a call on another library's stream goes on the current one, behind the call.
         """
         gathering, shape = self._gathering, (self.group.size * self.shape_a[0], *self.shape_a[1:])
         if isinstance(gathering, GatheringProduct) and self._stream != NOWHERE:
             if self.world.recording is not None:
                 self.world.recording.keep(self)
-            here = self._called_on  # what is recorded there does not run now
-            if not self.world.driver.capturing(here):
-                here = self._open_stream()
-            gathering.take(here)
+            gathering.take(self._taking_stream() if stream is None else stream_handle(stream))
         return gathering.buffer.reshape(shape)
 
-    def _open_stream(self) -> int:
-        """That of the last call, or if it is closed the current one, which then waits for it."""
-        driver, used = self.world.driver, self._stream
-        if driver.left_at(used) is None:
-            return used
-        follow(driver, used, here := driver.current_stream())
+    def _taking_stream(self) -> int:
+        driver, here = self.world.driver, self._called_on
+        if driver.left_at(here) is None and driver.capturing(here):
+            return here  # what is recorded there does not run now
+        if driver.left_at(self._stream) is None:
+            return self._stream
+        follow(driver, self._stream, here := driver.current_stream())  # it may be closed
         return here
 
     def overlap(self) -> tuple[int, int]:
@@ -359,7 +358,7 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
         targets = [call.target(o, s, dtype) for o, s in zip(outs, plan.out_shapes, strict=True)]
         plan(x, ys, targets, stream=call.stream, **extras)
         if return_gathered:
-            whole = plan.gathered()
+            whole = plan.gathered(call.handle())
             targets.append(call.target(None, whole.shape, plan.dtype))
             call.copy(whole, targets[-1])
             plan._gathering.confirm(call.handle())
