@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.standin.ranks import ERROR, Rank, scenario
 
@@ -33,7 +34,7 @@ def every_verb_of_init(rank: Rank) -> None:
                     with rank.raises(ERROR):
                         rank.init()
                     rank.fake.heal()
-            except AssertionError as error:
+            except (AssertionError, pytest.fail.Exception) as error:
                 raise AssertionError(f"{verb}, call {call}: {error}") from error
     rank.check_works()
 

@@ -91,6 +91,16 @@ def _failure(what: str, code: Any) -> TdxError:
     return DriverError(f"{what}: {name}" + (f"; {hint}" if hint else ""))
 
 
+def _current() -> int:
+    """The context that is current in this thread, 0 for none and for one that was destroyed."""
+    code, current = cu.cuCtxGetCurrent()
+    if int(code) in NO_CONTEXT:
+        return 0
+    if int(code):
+        raise _failure("asking for the context", code)
+    return int(current)
+
+
 _kept: set[str] = set()  # GPUs whose primary context outlives the world
 _open: Counter[int] = Counter()  # open drivers of each context
 _before: dict[int, Any] = {}  # what was current when the first of them was opened
@@ -116,12 +126,12 @@ class CudaDevice:
         self._require(index)
         if local_size <= count:
             self._require_peers(index, local_size)
-        before = call("asking for the context", cu.cuCtxGetCurrent)
+        before = _current()
         self._context = call(
             f"opening the context of GPU {index}", cu.cuDevicePrimaryCtxRetain, self._device
         )
         self._teardown.add(call, "closing the context", cu.cuDevicePrimaryCtxRelease, self._device)
-        if int(before) != int(self._context) and not _open[int(self._context)]:
+        if before != int(self._context) and not _open[int(self._context)]:
             _before[int(self._context)] = before
         _open[int(self._context)] += 1
         self._holds = True
@@ -149,11 +159,11 @@ class CudaDevice:
 
         For memory that is dropped when the world is closed, which may be anywhere.
         """
-        current = call("asking for the context", cu.cuCtxGetCurrent)
+        current = _current()
         try:
             yield
         finally:
-            if int(current) != int(self._context):
+            if current != int(self._context):
                 with contextlib.suppress(TdxError):  # that one may be gone
                     call("leaving the context", cu.cuCtxSetCurrent, current)
 
@@ -163,8 +173,7 @@ class CudaDevice:
 
         Another one, as frameworks leave it behind, comes back afterwards.
         """
-        code, current = cu.cuCtxGetCurrent()
-        current = 0 if int(code) else int(current)
+        current = _current()
         if current == int(self._context):
             yield
             return
@@ -187,8 +196,7 @@ class CudaDevice:
 
     def is_current(self) -> bool:
         """Whether this GPU is the thread's."""
-        code, current = cu.cuCtxGetCurrent()
-        return not int(code) and int(current) == int(self._context)
+        return _current() == int(self._context)
 
     def _unbind(self) -> None:
         """Leave the thread with the context of before, unless another world uses this one."""
@@ -196,7 +204,7 @@ class CudaDevice:
         if _open[int(self._context)]:
             return
         before = _before.pop(int(self._context), self._context)
-        if int(call("asking for the context", cu.cuCtxGetCurrent)) == int(self._context):
+        if self.is_current():
             with contextlib.suppress(TdxError):  # that one may be gone
                 call("leaving the context", cu.cuCtxSetCurrent, before)
 
