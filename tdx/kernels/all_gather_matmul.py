@@ -302,7 +302,7 @@ class AllGatherMatmul(Plan):
         """
         units, early, remote = self.group.size * self._gathering.chunks, 0, 0
         for trace in self._traces:
-            trace._block.note(self._stream)
+            trace._block.note(self._stream, self._stream)
             seen = trace.numpy().reshape(self.group.size, -1)[1:]  # the own tiles come first
             remote += int((seen > 0).sum())
             early += int(((seen > 0) & (seen < units)).sum())

@@ -132,7 +132,7 @@ class Array:
         if driver.recorded_elsewhere(stream):
             hold(self.world, self._block)
             return
-        self._block.note(stream)
+        self._block.note(stream, driver.current_stream())
         if self.world.recording is not None:
             self.world.recording.keep(self)
 

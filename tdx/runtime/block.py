@@ -87,11 +87,16 @@ class Block:
         if self.freed:
             raise Closed(f"array {self.name} was freed")
 
-    def note(self, stream: int) -> None:
-        """A launch of the user's own on `stream` is about to use the block, in no order.
+    def note(self, stream: int, current: int) -> None:
+        """A launch of the user's own on `stream` is about to use the block.
 
-        Reads on several streams need none; whoever comes next waits for all of them.
+        In no order with what the caller put on other streams: reads need none, and whoever comes
+        next waits for all. But after uses on stream `current`, where tdx works for the caller: if
+        that is another one than launches go to, the caller has not chosen so.
         """
+        if current != stream and current in self.last:
+            follow(self.driver, current, stream)
+            self.last.remove(current)
         others = [used for used in self.last if used not in (stream, NOWHERE)]
         self.last[:] = [stream, *others]
 

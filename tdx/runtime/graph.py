@@ -90,9 +90,11 @@ class Graph:
         finalizer.atexit = False
 
     def replay(self, stream: Any = None) -> None:
-        """Queue the recorded work on `stream` (None: the one it was recorded on).
+        """Queue the recorded work on `stream`.
 
-        Raises a pending fault, Closed (also for a stream that was closed).
+        None: the stream it was recorded on; for the world's own, where plain launches go now,
+        which is PyTorch's current stream in a program that uses PyTorch on the GPU. Raises a
+        pending fault, Closed (also for a stream that was closed).
         """
         world = self._world
         world.check()
@@ -100,7 +102,7 @@ class Graph:
             raise Closed("the graph holds nothing: it is still recording, or its block failed")
         if stream is None and self._is_ours and not world.driver.owns(self._stream):
             raise Closed("the stream that the graph was recorded on was closed; pass stream=")
-        target = self._stream if stream is None else stream_handle(stream)
+        target = self._usual_stream() if stream is None else stream_handle(stream)
         # arrays remember the recording's stream: keep it in step with where the work runs
         follow(world.driver, self._stream, target)
         for join in self._before:
@@ -112,6 +114,11 @@ class Graph:
             order(world.driver, target, self._stream)
         else:
             world.driver.mark(self._stream, target)
+
+    def _usual_stream(self) -> int:
+        driver = self._world.driver
+        stream = driver.plain_stream(self._stream)
+        return self._stream if driver.recorded_elsewhere(stream) else stream
 
 
 def _count(objects: Iterable[Any], times: int) -> None:

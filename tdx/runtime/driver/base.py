@@ -263,12 +263,15 @@ class Driver(Protocol):
         """Restore what Triton had before."""
 
     def current_stream(self) -> int:
-        """Where this thread's plain launches go."""
+        """Where this thread's tdx calls go, unless their operands say otherwise."""
 
     def set_current_stream(self, stream: int) -> None: ...
 
     def launch_stream(self) -> int:
         """Where a plain `kernel[grid](...)` of this thread goes."""
+
+    def plain_stream(self, stream: int) -> int:
+        """Where plain launches go while `stream` is the current one."""
 
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[np.dtype | Described],

@@ -283,22 +283,28 @@ class CudaDriver(CudaMemory):
         self.here.stream, self.here.launching = stream, None
 
     def launch_stream(self, device: int = 0) -> int:
-        """Where a plain launch goes: as current_stream, but to PyTorch's stream if it is in use.
-
-        A program that has PyTorch on the GPU launches kernels on its tensors too; those keep
-        PyTorch's stream unless the caller chose one with `world.on` or is recording a graph.
-        """
         here = self.here
         try:
             stream = here.stream
         except AttributeError:
             stream = self.current_stream()
-        if "torch" in sys.modules and stream == self._default_stream != self._recording:
-            torch = sys.modules["torch"]
-            if torch is not None and torch.cuda.is_initialized():
-                stream = int(torch._C._cuda_getCurrentRawStream(self.info.index)) or DEFAULT_STREAM
-                self._lasting.add(stream)  # PyTorch never destroys its streams
+        if "torch" in sys.modules:
+            stream = self.plain_stream(stream)
         here.launching = None if self._recording or self.recorded_elsewhere(stream) else stream
+        return stream
+
+    def plain_stream(self, stream: int) -> int:
+        """Instead of the world's own stream PyTorch's, once PyTorch has begun to use GPUs.
+
+        Its users launch kernels on tensors too, which belong on PyTorch's stream, unless the
+        caller chose one with `world.on` or is recording a graph.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or stream != self._default_stream or stream == self._recording:
+            return stream
+        if torch.cuda.is_initialized():
+            stream = int(torch._C._cuda_getCurrentRawStream(self.info.index)) or DEFAULT_STREAM
+            self._lasting.add(stream)  # PyTorch never destroys its streams
         return stream
 
     def bind(

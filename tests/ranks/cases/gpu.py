@@ -13,6 +13,7 @@ import triton.language as tl
 import tdx
 import tdx.language as tdl
 from tests.helpers.cases import isolated, limit, worlds
+from tests.helpers.frameworks import needs
 
 GIB = 1 << 30
 
@@ -85,6 +86,41 @@ def case_a_hundred_thousand_replays(world, algorithm):
     assert wrong.numpy()[0] == 0
     assert count.numpy()[0] == 100_001
     world.barrier()
+
+
+@triton.jit
+def add_one_kernel(x, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i) + 1)
+
+
+@pytest.mark.gpu
+@isolated
+@worlds(1, 2)
+def case_plain_launches_with_pytorch(comm, backend):
+    """They go to PyTorch's stream, in order with copies, plans and replays on the world's."""
+    needs("torch", backend)
+    import torch
+
+    n = 1 << 24
+    with tdx.init(comm, backend=backend) as world:
+        torch.cuda.init()
+        x, y = (world.zeros(n, "int32", symmetric=False) for _ in range(2))
+        plan = tdx.AllReduce(world, n, "int32", op="max")
+
+        def add_one(x):
+            add_one_kernel[(n // 1024,)](x, BLOCK=1024)
+
+        add_one(x)
+        with tdx.graph(world) as graph:
+            add_one(x)
+        for _ in range(50):
+            add_one(x)
+            y.copy_from(x)
+            add_one(y)
+            plan(y, out=x)
+            graph.replay()
+        assert (x.numpy() == 151).all()
 
 
 @pytest.mark.gpu

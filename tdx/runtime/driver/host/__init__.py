@@ -242,6 +242,9 @@ class HostDriver(HostMemory):
     def launch_stream(self, device: int = 0) -> int:
         return self.current_stream()
 
+    def plain_stream(self, stream: int) -> int:
+        return stream
+
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]
     ) -> Bound:
