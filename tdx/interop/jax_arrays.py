@@ -40,7 +40,7 @@ def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
     if isinstance(x, jax.core.Tracer):
         raise InvalidArgument(
             "tdx functions work on arrays with values and cannot be called inside jax.jit, "
-            "jax.grad or jax.vmap: call them outside, or through jax.pure_callback"
+            "jax.grad or jax.vmap: call them outside"
         )
     if len(x.devices()) > 1:
         raise InvalidArgument(

@@ -276,8 +276,8 @@ class AllGatherMatmul(Plan):
     def gathered(self, stream: Any = None) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault.
 
-        "one_kernel" queues a copy on `stream`, the last call's: None if that is one of tdx. Without
-        it the copy of a call on another library's stream goes on the current one, behind the call.
+        With "one_kernel" this queues a copy: on `stream`, else on the last call's stream if tdx
+        made that, else on the current stream, behind the call.
         """
         gathering, shape = self._gathering, (self.group.size * self.shape_a[0], *self.shape_a[1:])
         if isinstance(gathering, GatheringProduct) and self._stream != NOWHERE:

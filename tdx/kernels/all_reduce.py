@@ -387,7 +387,8 @@ def all_reduce(
         None: the world's current stream for a tdx array, else the caller's.
 
     Returns the result in the caller's own framework, fresh unless `out` is given; a tdx array
-    for a tdx array. Every rank gets the same bits.
+    for a tdx array. Every rank gets the same bits, but for bias and residual: each rank adds its
+    own.
 
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.

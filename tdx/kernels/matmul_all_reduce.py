@@ -83,9 +83,9 @@ class MatmulAllReduce(ReducedProduct):
     """A matrix product and all-reduce of one shape and dtype, ready to be called.
 
     `algorithm` is "one_shot", "two_shot", "copy_engine", with a `config` of block_m <= 512, or
-    "unfused", of which errors may name the all_reduce. With the first two, and no `config`, K_local
-    is a multiple of 16 on all ranks, or on none. `out` must not overlap a or b. The other
-    parameters, and the errors, are those of ReducedProduct.
+    "unfused": then an error may name the all_reduce that it runs. With the first two, and no
+    `config`, K_local is a multiple of 16 on all ranks, or on none. `out` must not overlap a or b.
+    The other parameters, and the errors, are those of ReducedProduct.
     """
 
     operation = "matmul_all_reduce"

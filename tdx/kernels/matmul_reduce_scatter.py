@@ -188,9 +188,9 @@ class MatmulReduceScatter(ReducedProduct):
     """A matrix product and reduce-scatter of one shape and dtype, ready to be called.
 
     `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; `algorithm` is "fused", with a
-    `config` of block_m <= 512, "one_kernel", "low_latency", or "unfused", of which errors may
-    name the reduce_scatter. `out` must not overlap a or b. The other parameters, and the errors,
-    are those of ReducedProduct.
+    `config` of block_m <= 512, "one_kernel", "low_latency", or "unfused": then an error may
+    name the reduce_scatter that it runs. `out` must not overlap a or b. The other parameters, and
+    the errors, are those of ReducedProduct.
     """
 
     operation = "matmul_reduce_scatter"

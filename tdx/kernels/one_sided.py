@@ -9,7 +9,8 @@ one kernel of a single block behind it on the stream, which sets the peer's word
 Ordering: in stream order. With a signal: whoever sees the signal's value (tdl.wait) sees the data;
 release, system scope. Without: the data is at the peer when the stream's work is done. A get reads
 what is there; what the peer has stored must be ordered before it, by a barrier or a signal.
-Nothing is signalled while a fault stands. Legal in graphs, once a call with a signal was made.
+Nothing is signalled while a fault stands. May be recorded in a graph; a put with a signal must have
+been called once before, which loads its kernel.
 """
 
 from __future__ import annotations

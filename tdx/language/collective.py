@@ -2,8 +2,9 @@
 
 A channel handle (`world.channel(blocks)` on the host side) is a named tuple with the fields
 `words`, `control` and `packed` (see tdx/abi.py). It serves one kernel at a time, launched with
-exactly `blocks` programs on every rank, all of them resident at once. Counters live in device
-memory and only grow, so nothing is reset and a CUDA graph may replay everything here.
+at most `blocks` programs (for `grid_barrier` exactly as many), alike on every rank and all resident
+at once. Counters live in device memory and only grow, so nothing is reset and a CUDA graph may
+replay everything here.
 
 All functions are executed by the whole program, outside of divergent control flow.
 """

@@ -144,6 +144,7 @@ def graph(world: World) -> Graph:
 
     Records what goes to the current stream (the world's, unless inside `world.on`) and to streams
     that join it by events, which must have been joined back at the end. Nothing may synchronise
-    or allocate inside. Raises InvalidArgument when a recording is open already.
+    or make a plan inside; functions that were called so before are fine. Raises InvalidArgument
+    when a recording is open already.
     """
     return Graph(world)

@@ -49,7 +49,8 @@ def init(
     Parameters
     ----------
     comm : mpi4py communicator, or object with Get_rank, Get_size, allgather(bytes)
-        Used during init only. None: MPI.COMM_WORLD under an MPI launcher, else a world of one.
+        Used during init only. None: MPI.COMM_WORLD under an MPI launcher, or if mpi4py.MPI was
+        imported, else a world of one.
     backend : {"cuda", "hip", "host"}, optional
         None: the GPUs, if there are any that tdx has a driver for, else the host tier.
     heap_bytes : int, optional

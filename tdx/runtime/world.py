@@ -51,7 +51,7 @@ class World(Group):
     device : DeviceInfo
         The device of this rank.
     stream : Stream
-        Where work goes that names no stream.
+        Where work on tdx arrays goes that names no stream.
     handle : Handle
         The kernel argument through which device functions know rank, size, stride, fault word.
     timeout_s : float
