@@ -253,6 +253,7 @@ class AllGather(Plan):
         """
         if self.gathering is None:
             raise InvalidArgument("all_gather: join is for plans with progress=True")
+        self.world.check()
         self.gathering.join(self.begin_stream(stream))
 
 

@@ -279,6 +279,7 @@ class AllGatherMatmul(Plan):
         With "one_kernel" this queues a copy: on `stream`, else on the last call's stream if tdx
         made that, else on the current stream, behind the call.
         """
+        self.world.check()
         gathering, shape = self._gathering, (self.group.size * self.shape_a[0], *self.shape_a[1:])
         if isinstance(gathering, GatheringProduct) and self._stream != NOWHERE:
             if self.world.recording is not None:
@@ -302,7 +303,7 @@ class AllGatherMatmul(Plan):
         """
         units, early, remote = self.group.size * self._gathering.chunks, 0, 0
         for trace in self._traces:
-            trace._block.note(self._stream, self._stream)
+            trace._block.note(self._stream)
             seen = trace.numpy().reshape(self.group.size, -1)[1:]  # the own tiles come first
             remote += int((seen > 0).sum())
             early += int(((seen > 0) & (seen < units)).sum())

@@ -320,6 +320,7 @@ class Call:
         if self._waits:
             with self.world.surfacing():
                 self.world.driver.stream_synchronize(self.handle())
+            self.world.in_flight.release(self.handle())
             self.world.check()
         if isinstance(result, tuple):
             return tuple(self._adopt(each) for each in result)

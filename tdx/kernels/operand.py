@@ -46,6 +46,7 @@ class Producer:
 
     __slots__ = ("_array", "_describe", "_driver", "last")
     symmetric = False
+    shows_stream = False
 
     def __init__(self, driver: Driver, describe: Callable[..., Imported], array: Any, stream: int):
         """`describe` is that of the framework, asked for `stream` before; 0: for none."""
@@ -232,10 +233,13 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tupl
 def enter(world: World, stream: int, *operands: Operand) -> None:
     """Work on `stream` is about to use the operands; what records a graph of it holds them."""
     recording = world.recording
-    if recording is None and world.driver.recorded_elsewhere(stream):
+    elsewhere = recording is None and world.driver.recorded_elsewhere(stream)
+    if elsewhere:
         hold(world, *(op.block for op in operands))
     for op in operands:
         op.enter(stream)
+        if op.block is not None and not op.block.shows_stream and not (recording or elsewhere):
+            world.in_flight.hold(op.owner, stream)
         if recording is not None:
             recording.keep(op.owner)
             if op.block is not None:

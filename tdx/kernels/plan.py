@@ -44,7 +44,7 @@ from tdx.runtime.errors import (
 from tdx.runtime.graph import hold
 from tdx.runtime.group import Group
 from tdx.runtime.signals import Channel, Site, make_channel
-from tdx.runtime.stream import NOWHERE, follow, stream_handle
+from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, follow, order, stream_handle
 from tdx.runtime.world import World
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ class Plan:
         self._memory: list[Block] = []  # what its kernels use besides operands
         self._shown: list[Operand] = []  # buffers that users see and every call overwrites
         self._stream = NOWHERE  # of the last call
-        self._elsewhere = False  # may another library record that stream?
         shared: dict[str, Any] = {}
         with posting_refusals(world, self.group, self.operation):
             if world.recording is not None:
@@ -174,15 +173,18 @@ class Plan:
     def begin(self, stream: Any, *operands: Operand) -> int:
         """Start a call: pending faults, stream order, bookkeeping. Returns the stream's handle.
 
-        Without a stream it is that of the first operand whose framework shows one.
+        Without a stream it is that of the first operand whose framework shows one; it comes after
+        what others show.
         """
         world = self.world
         world.check()
         if stream is None and world.recording is None:
             for op in operands:
-                if op.home is not None:
-                    stream = op.home
-                    break
+                home = op.home
+                if stream is None:
+                    stream = home
+                elif home is not None and home != stream:  # what its framework made comes before
+                    order(world.driver, home or DEFAULT_STREAM, stream or DEFAULT_STREAM)
         if self._shown:
             operands = (*operands, *self._shown)
         handle = world.driver.current_stream() if stream is None else stream_handle(stream)
@@ -201,8 +203,12 @@ class Plan:
         if world.recording is not None:
             self._record(world.recording, operands)
             return handle
-        if self._elsewhere and world.driver.recorded_elsewhere(handle):
+        if world.driver.recorded_elsewhere(handle):
             hold(world, self, *(op.block for op in operands))
+        else:
+            for op in operands:
+                if op.block is not None and not op.block.shows_stream:
+                    world.in_flight.hold(op.owner, handle)
         usage.add()
         if config.debug:
             agree(self.group, self.call)
@@ -221,7 +227,6 @@ class Plan:
         driver = self.world.driver
         handle = driver.current_stream() if stream is None else stream_handle(stream)
         if self._stream != handle:
-            self._elsewhere = not driver.owns(handle)
             if self._stream != NOWHERE:
                 if driver.capturing(handle):
                     return handle  # what is recorded does not run now: the replay comes here again

@@ -132,9 +132,10 @@ class Array:
         if driver.recorded_elsewhere(stream):
             hold(self.world, self._block)
             return
-        self._block.note(stream, driver.current_stream())
+        self._block.note(stream)
         if self.world.recording is not None:
             self.world.recording.keep(self)
+            self.world.recording.before_replay(self._block.note)
 
     # ---- views
     def peer(self, rank: int) -> Array:

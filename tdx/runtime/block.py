@@ -56,6 +56,7 @@ class Block:
     """
 
     symmetric = False
+    shows_stream = True  # or does its owner order its own work only?
     ranks: Sequence[int] | None = None  # of the world that have it mapped; None: all
     freed = False
     recorded = 0  # by how many calls in graphs that are there
@@ -87,16 +88,11 @@ class Block:
         if self.freed:
             raise Closed(f"array {self.name} was freed")
 
-    def note(self, stream: int, current: int) -> None:
-        """A launch of the user's own on `stream` is about to use the block.
+    def note(self, stream: int) -> None:
+        """Work that others order is about to use the block on `stream`: plain launches, say.
 
-        In no order with what the caller put on other streams: reads need none, and whoever comes
-        next waits for all. But after uses on stream `current`, where tdx works for the caller: if
-        that is another one than launches go to, the caller has not chosen so.
+        In no order with other streams: reads need none, and whoever comes next waits for all.
         """
-        if current != stream and current in self.last:
-            follow(self.driver, current, stream)
-            self.last.remove(current)
         others = [used for used in self.last if used not in (stream, NOWHERE)]
         self.last[:] = [stream, *others]
 

@@ -14,6 +14,7 @@ import numpy as np
 from tdx.runtime import dlpack
 from tdx.runtime.config import config
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.graph import hold
 from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, finished, follow
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ class Copies:
 
     def stream_for(self, block: Block) -> int:
         """Where a copy into the block is queued."""
-        if self._world.recording is not None:
-            return self._driver.current_stream()  # another one would not be recorded
-        return block.settled(self._world.stream.handle)
+        here = self._driver.current_stream()
+        if self._world.recording is not None or self._driver.recorded_elsewhere(here):
+            return here  # another one would not be recorded
+        return block.settled(here)
 
     def source(self, producer: Any, stream: int) -> Imported:
         """Memory of a NumPy array or DLPack producer, ready for a copy on `stream`."""
@@ -64,6 +66,8 @@ class Copies:
                 self.copy(apart, source)
             source = apart
         recording = self._world.recording
+        if recording is None and self._driver.recorded_elsewhere(stream):
+            hold(self._world, block, *(() if isinstance(source, dlpack.Imported) else (source,)))
         if recording is not None:
             recording.keep(target, source)
             recording.before_replay(block.enter)
@@ -137,16 +141,23 @@ class Copies:
                     stacklevel=3,
                 )
         else:
+            consumer = DEFAULT_STREAM if stream is None else int(stream)
             for used in block.last:
-                follow(self._driver, used, DEFAULT_STREAM if stream is None else int(stream))
+                if used != consumer and not self._is_recorded(used):
+                    follow(self._driver, used, consumer)
+            if self._driver.left_at(consumer) is None and not self._is_recorded(consumer):
+                block.last[:] = [*(s for s in block.last if s not in (consumer, NOWHERE)), consumer]
 
     def _is_pending(self, block: Block) -> bool:
         return any(
-            # what is recorded does not run now
-            not self._driver.capturing(used) and not finished(self._driver, used)
+            not self._is_recorded(used) and not finished(self._driver, used)
             for used in block.last
             if used != NOWHERE
         )
+
+    def _is_recorded(self, stream: int) -> bool:
+        """Whether what is queued there does not run now."""
+        return self._driver.left_at(stream) is None and self._driver.capturing(stream)
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ class Graph:
 
     def __init__(self, world: World):
         self._world = world
-        self._stream = world.driver.current_stream()
+        self._stream = world.driver.chosen()
         self._is_ours = world.driver.owns(self._stream)  # others do not tell when they close one
         self._handle = 0
         self._keep: list[Any] = []
@@ -92,8 +92,7 @@ class Graph:
     def replay(self, stream: Any = None) -> None:
         """Queue the recorded work on `stream`.
 
-        None: the stream it was recorded on; for the world's own, where plain launches go now,
-        which is PyTorch's current stream in a program that uses PyTorch on the GPU. Raises a
+        None: the one it was recorded on; for `world.stream` what that stands for now. Raises a
         pending fault, Closed (also for a stream that was closed).
         """
         world = self._world
@@ -117,7 +116,7 @@ class Graph:
 
     def _usual_stream(self) -> int:
         driver = self._world.driver
-        stream = driver.plain_stream(self._stream)
+        stream = driver.instead_of(self._stream)
         return self._stream if driver.recorded_elsewhere(stream) else stream
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +16,8 @@ if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
 
 __all__ = [
-    "DEFAULT_STREAM", "NOWHERE", "Event", "Here", "Stream", "Streams", "finished", "follow",
-    "order", "stream_handle",
+    "DEFAULT_STREAM", "NOWHERE", "Event", "Here", "InFlight", "Stream", "Streams", "finished",
+    "follow", "order", "stream_handle",
 ]  # fmt: skip
 
 DEFAULT_STREAM = 1  # the default stream's other name: 0 also means that no stream is given
@@ -28,9 +30,9 @@ class Here(threading.local):
     Attributes
     ----------
     stream : int
-        Where plain launches go; not there in a thread that has launched nothing.
+        What the thread chose; not there in one that has queued nothing.
     launching : int or None
-        Where the launch under way, or the latest, goes. None: arrays must ask.
+        Where the plain launch under way, or the latest, goes. None: arrays must ask.
     """
 
     stream: int
@@ -54,34 +56,40 @@ class Event:
         self._check()
 
     def query(self) -> bool:
-        """Whether the point is reached."""
+        """Whether the point is reached. Raises a pending fault, Closed."""
+        self._check()
         return self._driver.event_query(self.handle)
 
     def elapsed(self, later: Event) -> float:
-        """Milliseconds from this event to `later`; both must be reached."""
+        """Milliseconds from this event to `later`; both must be reached. Raises as `wait`."""
+        self._check()
         return self._driver.event_elapsed(self.handle, later.handle)
 
 
 class Stream:
-    """A queue of device work, run in order. Made by `world.new_stream`.
-
-    Attributes
-    ----------
-    handle : int
-        The driver's stream, as `__cuda_stream__` gives it.
-    """
+    """A queue of device work, run in order. Made by `world.new_stream`."""
 
     def __init__(self, driver: Driver, priority: int, check: Callable[[], None]):
         """`check` raises what stands against using the world: a fault, or that it is closed."""
         self._driver = driver
         self._check_world = check
-        self.handle = driver.stream_create(priority)
+        self.own = driver.stream_create(priority)
         self._open = True
+
+    @property
+    def handle(self) -> int:
+        """The driver's stream, as `__cuda_stream__` gives it.
+
+        Of `world.stream` the current one of PyTorch or CuPy, where the program uses that on the
+        GPU, while no graph is recorded.
+        """
+        return self._driver.instead_of(self.own)
 
     def wait(self, other: Stream | Event | Any) -> None:
         """Later work of this stream waits for what `other` (a stream or event) holds now."""
         self._check()
         if isinstance(other, Event):
+            other._check()
             self._driver.stream_wait(self.handle, other.handle)
             return
         order(self._driver, stream_handle(other), self.handle)
@@ -101,7 +109,7 @@ class Stream:
         """Destroy the stream once its work is done; repeated calls do nothing."""
         if self._open:
             self._open = False
-            self._driver.stream_destroy(self.handle)
+            self._driver.stream_destroy(self.own)
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
@@ -139,6 +147,49 @@ class Streams:
         """Destroy all of them."""
         for stream in self._all:
             stream.close()
+
+
+class InFlight:
+    """Memory of owners who show no stream, held while work that they do not know of reads it."""
+
+    def __init__(self, driver: Driver):
+        self._driver = driver
+        self._held: deque[tuple[Any, int, list[int]]] = deque()  # owner, stream, event behind it
+
+    def hold(self, owner: Any, stream: int) -> None:
+        """Until what is queued next on `stream` is done. Lets go of what is done by now."""
+        for _ in range(len(self._held)):
+            with contextlib.suppress(IndexError):  # another thread may get there first
+                entry = self._held.popleft()
+                if not self._is_done(*entry):
+                    self._held.append(entry)
+        self._held.append((owner, stream, []))
+
+    def _is_done(self, _: Any, stream: int, event: list[int]) -> bool:
+        if event:
+            if not self._driver.event_query(event[0]):
+                return False
+            self._end(event)
+            return True
+        if self._driver.left_at(stream) is not None:
+            return finished(self._driver, stream)
+        event.append(self._driver.event_create(timing=False))
+        self._driver.event_record(event[0], stream)
+        return False
+
+    def _end(self, event: list[int]) -> None:
+        while event:
+            self._driver.event_destroy(event.pop())
+
+    def release(self, stream: int | None = None) -> None:
+        """What was queued before on `stream`, or on all, is done."""
+        for _ in range(len(self._held)):
+            with contextlib.suppress(IndexError):
+                entry = self._held.popleft()
+                if stream in (None, entry[1]):
+                    self._end(entry[2])
+                else:
+                    self._held.append(entry)
 
 
 def order(driver: Driver, before: int, after: int) -> None:

@@ -18,12 +18,13 @@ from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies, host_array
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
 from tdx.runtime.faults import Faults
+from tdx.runtime.graph import hold
 from tdx.runtime.group import Group, Team, agree_on_team, make_handle
 from tdx.runtime.mpi_access import mpi_access
 from tdx.runtime.recovery import recover
 from tdx.runtime.registration import Registry
 from tdx.runtime.signals import Channel, Site, Sites, Usage, agreed_channel
-from tdx.runtime.stream import Stream, Streams, stream_handle
+from tdx.runtime.stream import InFlight, Stream, Streams, stream_handle
 from tdx.runtime.undo import Undo
 from tdx.runtime.window import Region, RuntimeRegions, Window
 
@@ -51,7 +52,8 @@ class World(Group):
     device : DeviceInfo
         The device of this rank.
     stream : Stream
-        Where work on tdx arrays goes that names no stream.
+        Where work on tdx arrays goes that names no stream, outside of `on`. In a program with
+        PyTorch or CuPy on GPUs it stands for that library's current stream.
     handle : Handle
         The kernel argument through which device functions know rank, size, stride, fault word.
     timeout_s : float
@@ -92,6 +94,7 @@ class World(Group):
         self._plans_made: dict[int, int] = {}  # group -> how many
         self._allocations = 0
         self.streams = Streams(driver, self.check)
+        self.in_flight = InFlight(driver)
 
         self.window = Window(driver, channel, self.rank, self.size)
         undo.add(self.window.close)
@@ -108,7 +111,7 @@ class World(Group):
         self._registry = Registry(self)
         undo.add(self._registry.close)
         self.stream = self.new_stream()
-        driver.set_current_stream(self.stream.handle)
+        driver.set_default_stream(self.stream.own)
         self.faults = Faults(self, timeout_s)
         undo.add(self.faults.close)
         self.copies = Copies(self)
@@ -211,6 +214,8 @@ class World(Group):
             stream = self.driver.current_stream()
             if self.recording is not None:
                 self.recording.keep(array)
+            elif self.driver.recorded_elsewhere(stream):
+                hold(self, array._block)
             array._block.enter(stream)
             self.driver.fill(array._address, 0, array.nbytes, stream)
 
@@ -280,15 +285,10 @@ class World(Group):
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Plain `kernel[grid](...)` launches of this thread go to `stream` inside the block."""
+        """In the block this thread's plain launches and calls on tdx arrays go to `stream`."""
         self.check()
-        outer, inner = self.driver.current_stream(), stream_handle(stream)
-        self.driver.set_current_stream(inner)
-        try:
+        with self.driver.working_on(stream_handle(stream)):
             yield
-        finally:
-            self.driver.set_current_stream(outer)
-            self.driver.mark(inner)
 
     # ---- waiting and errors
     def barrier(self) -> None:
@@ -324,6 +324,7 @@ class World(Group):
         self._check_open()
         with self.surfacing():
             self.driver.synchronize()
+        self.in_flight.release()
         self.faults.check()
 
     def check(self) -> None:

@@ -92,7 +92,8 @@ class TorchPeers(Peers):
             "nccl", store=store, rank=world.rank, world_size=world.size, device_id=device
         )
         self.group: Any = dist.group.WORLD
-        self._stream = torch.cuda.ExternalStream(world.stream.handle, device=device)
+        # replays, and with them the world's current stream, are on the world's own
+        torch.cuda.set_stream(torch.cuda.ExternalStream(world.stream.own, device=device))
         version = ".".join(str(part) for part in torch.cuda.nccl.version())
         self.names = f"torch {torch.__version__}, NCCL {version}"
         self.products = TorchProducts(self)
@@ -175,15 +176,10 @@ class TorchPeers(Peers):
         torch.cuda.synchronize()
 
         def replay() -> None:
-            self.queued(graph.replay)
+            graph.replay()
             _ = call  # the graph does not hold what it uses
 
         return replay
-
-    def queued(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns, its work queued on the world's stream."""
-        with self.torch.cuda.stream(self._stream):
-            return call()
 
     def close(self) -> None:
         self.dist.destroy_process_group()

@@ -81,7 +81,7 @@ class TorchProducts(Products):
 
             def call() -> None:
                 gather(a)
-                self._peers.queued(product)
+                product()
 
             return Way(call)
 
@@ -170,7 +170,7 @@ class TorchProducts(Products):
         product = self._product(a, b, partial_)
 
         def call() -> None:
-            self._peers.queued(product)
+            product()
             collective(partial_, out)
 
         return Way(call)
@@ -178,12 +178,7 @@ class TorchProducts(Products):
     def _recorded(
         self, call: Callable[[], Any], keep: Callable[[Any], object] | None = None
     ) -> Way:
-        queued = self._peers.queued
-        return Way(
-            partial(queued, call),
-            partial(self._peers.recorded, call),
-            None if keep is None else lambda value: queued(partial(keep, value)),
-        )
+        return Way(call, partial(self._peers.recorded, call), keep)
 
     def _eager(self, call: Callable[[], Any], keep: Callable[[Any], object]) -> Way:
         def repeated(calls: int) -> Callable[[], None]:
@@ -191,11 +186,10 @@ class TorchProducts(Products):
                 for _ in range(calls):
                     call()
 
-            return partial(self._peers.queued, all_calls)
+            return all_calls
 
-        queued = self._peers.queued
-        return Way(partial(queued, call), repeated, lambda value: queued(partial(keep, value)))
+        return Way(call, repeated, keep)
 
     def _tensors(self, *arrays: Array) -> list[Any]:
         """The same memory for PyTorch."""
-        return [self._peers.queued(partial(self._torch.from_dlpack, x)) for x in arrays]
+        return [self._torch.from_dlpack(x) for x in arrays]

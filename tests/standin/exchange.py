@@ -202,10 +202,10 @@ def bare_exports(rank: Rank) -> None:
 
     with rank.leaves_nothing():
         world = rank.init()
-        x = world.zeros(10, np.int32)
         for debug in (False, True):
             for pending in (False, True):
                 for stream in (-1, None, 1, world.stream.handle):
+                    x = world.zeros(10, np.int32)
                     rank.fake.heal()
                     if pending:
                         rank.fake.fail("cuStreamQuery", 1, _NOT_READY)

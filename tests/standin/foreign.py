@@ -30,7 +30,7 @@ class CupyArray:
 def stand_in_for_cupy(current: Any) -> Any:
     """What stands in for CuPy, with `current` as its current stream."""
     runtime = types.SimpleNamespace(is_hip=False)
-    cuda = types.SimpleNamespace(get_current_stream=lambda: current, runtime=runtime)
+    cuda = types.SimpleNamespace(get_current_stream=lambda index=-1: current, runtime=runtime)
     cupy: Any = types.SimpleNamespace(ndarray=CupyArray, cuda=cuda)
     CupyArray.__module__, sys.modules["cupy"] = "cupy", cupy
     return cupy
@@ -58,13 +58,13 @@ def _follow(rank: Rank, world: Any, current: Any) -> None:
     for ptr, stream in ((side.handle, side.handle), (0, 1), (side.handle, side.handle)):
         current.ptr = ptr
         for call in (lambda: plan(x, y), lambda: tdx.put(y, x, 0)):
-            y._block.stream = world.stream.handle
+            y._block.stream = world.stream.own
             rank.fake.heal()
             call()
             assert y._block.stream == stream
             assert rank.fake.calls()["cuStreamWaitEvent"] >= 1
         rank.fake.heal()
-        assert y.__dlpack__(stream=world.stream.handle)
+        assert y.__dlpack__(stream=world.stream.own)
         assert rank.fake.calls()["cuStreamWaitEvent"] == 1
     plan(x, y, stream=world.stream)
     assert y._block.stream == world.stream.handle

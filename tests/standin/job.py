@@ -16,6 +16,7 @@ from tests.standin import (  # noqa: F401  # declare their scenarios
     failures,
     foreign,
     launching,
+    ordering,
     products,
     sharing,
     use,

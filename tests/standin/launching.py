@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -161,89 +159,3 @@ def launch_fails(rank: Rank) -> None:
         rank.fake.heal()
         world.close()
         del x, plan
-
-
-class _Order:
-    """What a driver was given, in order: a stream for work on it, (before, after) for a wait."""
-
-    def __init__(self, driver: Any):
-        self.seen: list[Any] = []
-        recorded: dict[int, int] = {}
-        record, wait, replay = driver.event_record, driver.stream_wait, driver.graph_launch
-
-        def event_record(event: int, stream: int) -> None:
-            recorded[event] = stream
-            record(event, stream)
-
-        def stream_wait(stream: int, event: int) -> None:
-            self.seen.append((recorded[event], stream))
-            wait(stream, event)
-
-        def graph_launch(graph: int, stream: int) -> None:
-            self.seen.append(stream)
-            replay(graph, stream)
-
-        driver.event_record, driver.stream_wait = event_record, stream_wait
-        driver.graph_launch = graph_launch
-
-    def taken(self) -> list[Any]:
-        """What was given since the last time."""
-        seen, self.seen = self.seen, []
-        return seen
-
-
-@scenario(1, 2)
-def plain_launches_with_pytorch(rank: Rank) -> None:
-    """Go to PyTorch's stream, behind what tdx did with their arrays, and so do replays."""
-    from cuda.bindings import driver as cu
-
-    import tdx
-
-    world = rank.init()
-    driver, own = world.driver, world.stream.handle
-    theirs = int(cu.cuStreamCreate(0)[1])
-    x = world.zeros(64, np.float32, symmetric=False)
-    plan = tdx.AllReduce(world, (64,), np.float32)
-    order = _Order(driver)
-
-    def launch() -> None:
-        """As Triton does: asks for the stream, then for addresses."""
-        stream = driver.launch_stream()
-        x.data_ptr()
-        order.seen.append(stream)
-
-    with tdx.graph(world) as graph:
-        launch()
-    assert order.taken() == [own]
-    torch = SimpleNamespace(
-        cuda=SimpleNamespace(is_initialized=lambda: True),
-        _C=SimpleNamespace(_cuda_getCurrentRawStream={world.device.index: theirs}.__getitem__),
-    )
-    try:
-        sys.modules["torch"] = torch  # type: ignore[assignment]
-        launch()
-        launch()
-        assert order.taken() == [(own, theirs), theirs, theirs]
-        plan(x, out=x)
-        launch()
-        assert order.taken() == [(theirs, own), (own, theirs), theirs]
-        graph.replay()
-        launch()
-        assert order.taken() == [(own, theirs), theirs, (theirs, own), theirs]
-        with tdx.graph(world) as recorded:
-            plan(x, out=x)
-        recorded.replay()
-        launch()
-        seen = order.taken()  # the plan waits for its last call, too
-        assert seen[0] == (own, theirs)
-        assert seen[-3:] == [theirs, (theirs, own), theirs]
-        side = world.new_stream()
-        with world.on(side):  # chosen: the order is the caller's
-            launch()
-            graph.replay(side)
-        assert order.taken() == [side.handle, (own, side.handle), side.handle, (side.handle, own)]
-    finally:
-        del sys.modules["torch"]
-    assert driver.launch_stream() == own
-    world.close()
-    cu.cuStreamDestroy(theirs)

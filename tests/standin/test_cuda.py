@@ -12,16 +12,7 @@ import pytest
 
 from tests.helpers.cases import skip
 from tests.helpers.commands import tdx_environment
-from tests.standin import (  # noqa: F401  # declare their scenarios
-    contexts,
-    exchange,
-    failures,
-    foreign,
-    launching,
-    products,
-    sharing,
-    use,
-)
+from tests.standin import job  # noqa: F401  # declares all scenarios
 from tests.standin.fake import build
 from tests.standin.ranks import SIZES
 

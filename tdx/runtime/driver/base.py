@@ -7,6 +7,7 @@ Addresses, stream, event and graph handles are plain ints. A verb that fails rai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -263,15 +264,22 @@ class Driver(Protocol):
         """Restore what Triton had before."""
 
     def current_stream(self) -> int:
-        """Where this thread's tdx calls go, unless their operands say otherwise."""
+        """Where work of this thread goes that names no stream."""
 
-    def set_current_stream(self, stream: int) -> None: ...
+    def chosen(self) -> int:
+        """The stream of the innermost `working_on` of this thread, else the default one."""
+
+    def set_default_stream(self, stream: int) -> None:
+        """The world's own stream."""
+
+    def working_on(self, stream: int) -> AbstractContextManager[None]:
+        """Makes it this thread's current stream in the block, in which it must be there."""
 
     def launch_stream(self) -> int:
-        """Where a plain `kernel[grid](...)` of this thread goes."""
+        """current_stream, for a plain `kernel[grid](...)` that is about to be launched."""
 
-    def plain_stream(self, stream: int) -> int:
-        """Where plain launches go while `stream` is the current one."""
+    def instead_of(self, stream: int) -> int:
+        """For the world's own stream the one that the program's array library uses, if any."""
 
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[np.dtype | Described],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Sequence
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tdx.runtime import triton_driver_cuda
@@ -16,10 +18,11 @@ from tdx.runtime.driver.cuda_device import (
     call,
     cu,
 )
+from tdx.runtime.driver.cuda_frameworks import FrameworkStreams
 from tdx.runtime.driver.cuda_kernel import BoundKernel
 from tdx.runtime.driver.cuda_memory import CudaMemory
 from tdx.runtime.errors import InvalidArgument, TdxError
-from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, Here, follow
+from tdx.runtime.stream import NOWHERE, Here, follow, order
 
 __all__ = ["CudaDriver"]
 
@@ -36,16 +39,21 @@ class CudaDriver(CudaMemory):
     def __init__(self, local_rank: int, local_size: int):
         self._streams: set[int] = set()
         self._lasting = set(DEFAULT_STREAMS)  # streams that are there until the driver is closed
-        self._marks: dict[int, int] = {}  # other streams -> the event after their last work
+        # other streams -> the event after their last work
+        self._marks: OrderedDict[int, int] = OrderedDict()
         self._events: set[int] = set()
         self._graphs: set[int] = set()
         self._recording = 0
         self._closed = False
         self.here = Here()
         self._default_stream = 0
+        self._entered: Counter[int] = Counter()  # streams that threads work on
+        self._entering = threading.Lock()
+        self._followed: set[int] = set()  # streams of frameworks on which work has begun
         self._shim: Any = None
         try:
             super().__init__(local_rank, local_size)
+            self._frameworks = FrameworkStreams(self.info.index)
             self._open_pool()
             # for what must pass by the work of all other streams
             self._side = int(call("making a stream", cu.cuStreamCreate, _NON_BLOCKING))
@@ -76,7 +84,7 @@ class CudaDriver(CudaMemory):
         attempt(self._free_spare)
         for stream in list(self._streams):
             attempt(self._end_stream, stream)
-        attempt(self._return_late, True)
+        attempt(self._return_late, len(self._late), True)
         self._closed = True
         self._leave()
         attempt(self._last_gone)
@@ -86,8 +94,9 @@ class CudaDriver(CudaMemory):
     def synchronize(self) -> None:
         if self._recording:
             self._refuse_recorded("waiting for the GPU", self._recording)
+        late = len(self._late)  # what comes while this waits may be in use
         self.wait_for_all()
-        self._return_late(idle=True)
+        self._return_late(late, idle=True)
 
     def abandon(self) -> None:
         """Kernels end by themselves once the fault word stands; here they are waited for."""
@@ -186,19 +195,22 @@ class CudaDriver(CudaMemory):
         at = stream if at is None else at
         if stream in self._lasting or (not self.owns(at) and self.capturing(at)):
             return
-        event = self._marks.pop(stream, 0) or self._new_mark()
-        self._marks[stream] = event
+        event = self._marks.get(stream) or self._new_mark()
         self.event_record(event, at)
+        self._marks[stream] = event
+        self._marks.move_to_end(stream)
 
     def left_at(self, stream: int) -> int | None:
         # CUDA gives the handle of a destroyed stream to a new one when its work is done
-        return None if stream in self._lasting else self._marks.get(stream, 0)
+        if stream in self._lasting or stream in self._entered:
+            return None
+        return self._marks.get(stream, 0)
 
     def _following(self, stream: int, others: Sequence[int]) -> int:
         """The stream, once it waits for the others; NOWHERE if it cannot now."""
-        if self._recording or stream not in self._streams:
+        if self._recording or stream not in self._lasting:
             return NOWHERE
-        lasting = self._lasting.intersection(others)
+        lasting = self._lasting.intersection((stream, *others))
         if any(self.recorded_elsewhere(other) for other in lasting):
             return NOWHERE
         for other in others:
@@ -238,7 +250,7 @@ class CudaDriver(CudaMemory):
             graph = self._call("ending the recording of a graph", cu.cuStreamEndCapture, stream)
         finally:
             self._recording = 0
-            self._return_late(idle=False)
+            self._return_late(len(self._late), idle=False)
         try:
             made = int(self._call("making a graph", cu.cuGraphInstantiate, graph, 0))
         finally:
@@ -251,7 +263,8 @@ class CudaDriver(CudaMemory):
         return status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
     def graph_launch(self, graph: int, stream: int) -> None:
-        self._call("launching a graph", cu.cuGraphLaunch, graph, stream)
+        with self.at(stream):
+            self._call("launching a graph", cu.cuGraphLaunch, graph, stream)
         self.mark(stream)
 
     def graph_destroy(self, graph: int) -> None:
@@ -269,43 +282,59 @@ class CudaDriver(CudaMemory):
             self._shim = None
 
     def current_stream(self) -> int:
+        return self.instead_of(self.chosen())
+
+    def set_default_stream(self, stream: int) -> None:
+        self._default_stream = stream
+
+    @contextlib.contextmanager
+    def working_on(self, stream: int) -> Iterator[None]:
+        here, outer = self.here, self.chosen()
+        self.bind_thread()
+        here.stream, here.launching = stream, None
+        with self._entering:
+            self._entered[stream] += 1
+        try:
+            yield
+        finally:
+            here.stream, here.launching = outer, None
+            with self._entering:
+                self._entered[stream] -= 1
+                if not self._entered[stream]:
+                    del self._entered[stream]
+            if not self._closed:
+                self.mark(stream)
+
+    def chosen(self) -> int:
         try:
             return self.here.stream
-        except AttributeError:  # this thread's first launch, which needs the context
+        except AttributeError:  # this thread's first work, which needs the context
             self.bind_thread()
             self.here.stream = self._default_stream
             return self._default_stream
 
-    def set_current_stream(self, stream: int) -> None:
-        if not self._default_stream:
-            self._default_stream = stream
-        self.bind_thread()
-        self.here.stream, self.here.launching = stream, None
-
     def launch_stream(self, device: int = 0) -> int:
-        here = self.here
-        try:
-            stream = here.stream
-        except AttributeError:
-            stream = self.current_stream()
-        if "torch" in sys.modules:
-            stream = self.plain_stream(stream)
-        here.launching = None if self._recording or self.recorded_elsewhere(stream) else stream
+        stream = self.current_stream()
+        elsewhere = self._recording or self.recorded_elsewhere(stream)
+        self.here.launching = None if elsewhere else stream
         return stream
 
-    def plain_stream(self, stream: int) -> int:
-        """Instead of the world's own stream PyTorch's, once PyTorch has begun to use GPUs.
-
-        Its users launch kernels on tensors too, which belong on PyTorch's stream, unless the
-        caller chose one with `world.on` or is recording a graph.
-        """
-        torch = sys.modules.get("torch")
-        if torch is None or stream != self._default_stream or stream == self._recording:
+    def instead_of(self, stream: int) -> int:
+        if stream != self._default_stream or stream == self._recording:
             return stream
-        if torch.cuda.is_initialized():
-            stream = int(torch._C._cuda_getCurrentRawStream(self.info.index)) or DEFAULT_STREAM
-            self._lasting.add(stream)  # PyTorch never destroys its streams
+        if "torch" in sys.modules or "cupy" in sys.modules:
+            theirs = self._frameworks.current()
+            if theirs and theirs not in self._followed:
+                self._begin_on(theirs)
+            return theirs or stream
         return stream
+
+    def _begin_on(self, stream: int) -> None:
+        """From now on work goes to a framework's stream, behind what is on the own one."""
+        self._lasting.add(stream)  # PyTorch's stay, CuPy's are kept
+        if not self.recorded_elsewhere(stream):
+            order(self, self._default_stream, stream)
+            self._followed.add(stream)
 
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]

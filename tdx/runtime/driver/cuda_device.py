@@ -29,13 +29,15 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "DEFAULT_STREAMS", "LEGACY_STREAMS", "NO_CONTEXT", "CudaDevice", "call", "cu", "probe",
+    "DEFAULT_STREAMS", "LEGACY_STREAMS", "NO_CONTEXT", "PER_THREAD_STREAM", "CudaDevice", "call",
+    "cu", "probe",
 ]  # fmt: skip
 
 _Attribute = cu.CUdevice_attribute
 _OUT_OF_MEMORY = 2
 LEGACY_STREAMS = (0, 1)  # the context's default stream, which nobody can record
-DEFAULT_STREAMS = (*LEGACY_STREAMS, 2)  # and the one of each thread
+PER_THREAD_STREAM = 2
+DEFAULT_STREAMS = (*LEGACY_STREAMS, PER_THREAD_STREAM)
 _NOTHING = contextlib.nullcontext()
 NO_CONTEXT = (201, 709)  # none is current in the thread, or one that was destroyed
 _INSTALL = (

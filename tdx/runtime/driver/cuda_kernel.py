@@ -71,12 +71,10 @@ class BoundKernel:
             if stream != layout.stream:
                 layout.stream = stream
                 layout.config.hStream = cu.CUstream(stream)
-                layout.lasting = self._driver.left_at(stream) is None
             code = cuLaunchKernelEx(*layout.launch)[0]
             if code:
                 self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
-            if not layout.lasting:
-                self._driver.mark(stream)
+            self._driver.mark(stream)
         finally:
             filling.release()
 
@@ -146,7 +144,6 @@ class _Layout:
         self.described = any(held is not None for held in maps[:count])
         self._leading = tuple(zip(places[:count], pointers, maps[:count], strict=True))
         self.stream = NOWHERE
-        self.lasting = True  # is the stream there until the world is closed?
         self.config = cu.CUlaunchConfig()
         self.config.gridDimX = grid
         self.config.gridDimY = self.config.gridDimZ = 1

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tdx import abi
-from tdx.runtime.driver.cuda_device import CudaDevice, call, cu
+from tdx.runtime.driver.cuda_device import PER_THREAD_STREAM, CudaDevice, call, cu
 from tdx.runtime.driver.cuda_staging import LARGE, Staging
 from tdx.runtime.driver.neighbours import memory_remedies
 from tdx.runtime.errors import HeapExhausted, InvalidArgument, TdxError, Unsupported
+from tdx.runtime.stream import DEFAULT_STREAM
 
 __all__ = ["CudaMemory"]
 
@@ -37,7 +38,7 @@ class CudaMemory(CudaDevice):
     """The verbs of memory. The driver, which is derived from it, has the streams."""
 
     _closed: bool
-    _streams: set[int]  # our own
+    _lasting: set[int]  # streams that stay
     _side: int  # a stream that no graph records
     _recording: int  # the stream that a graph of ours records; 0: none
 
@@ -92,10 +93,11 @@ class CudaMemory(CudaDevice):
 
     def _refuse_recorded(self, what: str, stream: int) -> None:
         """What waits for the device cannot be part of a graph."""
-        if self._recording and self.capturing(stream):
+        recorded = self.capturing(stream) if self._recording else self.recorded_elsewhere(stream)
+        if recorded:
             raise InvalidArgument(
                 f"{what} is not possible while a graph is recorded: do it before or after the "
-                "`with tdx.graph(...)` block"
+                "`with tdx.graph(...)` block, or the recording of another library"
             )
 
     # ---- virtual memory: the symmetric window
@@ -243,9 +245,9 @@ class CudaMemory(CudaDevice):
         return address
 
     def free(self, address: int, stream: int, others: Sequence[int] = ()) -> None:
-        """Return the memory in stream order where the stream is ours, else when all is idle.
+        """Return the memory in stream order where the stream lasts, else when all is idle.
 
-        A foreign stream may be gone when a finalizer comes here.
+        Another one may be gone when a finalizer comes here.
         """
         if self._forked():
             return
@@ -261,23 +263,28 @@ class CudaMemory(CudaDevice):
 
     def _try_free(self, address: int, stream: int, idle: bool) -> bool:
         """Give memory back if it can be now; `idle`: no stream of the device has work."""
-        ours = stream in self._streams
-        if self._recording or not (ours or idle):
+        if self._recording:
+            return False
+        if idle:
+            self._free_on(address, DEFAULT_STREAM)
+            return True
+        lasts = stream in self._lasting and stream != PER_THREAD_STREAM  # whose thread's?
+        if not lasts or self.recorded_elsewhere(stream):
             return False
         nbytes = self._allocated[address]
-        if ours and not idle and self._spare_bytes + nbytes <= _SPARE_BYTES:
+        if self._spare_bytes + nbytes <= _SPARE_BYTES:
             self._spare_bytes += nbytes
-            key = (nbytes, stream)
-            if key in self._spare:
-                self._spare[key].append(address)
-            else:
-                self._spare[key] = [address]
+            self._spare.setdefault((nbytes, stream), []).append(address)
             return True
-        if ours and self.capturing(stream):
+        if self.capturing(stream):
             return False
-        self._call("freeing memory", cu.cuMemFreeAsync, address, stream if ours else 0)
-        del self._allocated[address]
+        self._free_on(address, stream)
         return True
+
+    def _free_on(self, address: int, stream: int) -> None:
+        with self.at(stream):
+            self._call("freeing memory", cu.cuMemFreeAsync, address, stream)
+        del self._allocated[address]
 
     def _free_spare(self, of_stream: int | None = None) -> None:
         """Give spare memory back to the pool, all or that of one stream."""
@@ -285,11 +292,10 @@ class CudaMemory(CudaDevice):
             if of_stream is None or of_stream == stream:
                 for address in self._spare.pop((nbytes, stream)):
                     self._spare_bytes -= nbytes
-                    self._call("freeing memory", cu.cuMemFreeAsync, address, stream)
-                    del self._allocated[address]
+                    self._free_on(address, stream)
 
-    def _return_late(self, idle: bool) -> None:
-        for _ in range(len(self._late)):
+    def _return_late(self, count: int, idle: bool) -> None:
+        for _ in range(count):
             with contextlib.suppress(IndexError):  # a finalizer may get there first
                 address, stream = self._late.popleft()
                 if not self._try_free(address, stream, idle):
@@ -298,9 +304,11 @@ class CudaMemory(CudaDevice):
     def _make_room(self) -> None:
         """Return to the device all memory that is not in use."""
         if not self._recording:
+            late = len(self._late)
             self.wait_for_all()
             self._free_spare()
-            self._return_late(idle=True)
+            self._return_late(late, idle=True)
+            self.wait_for_all()  # the pool trims what it has seen freed
             self._call("trimming the memory pool", cu.cuMemPoolTrimTo, self._pool, 0)
 
     def _last_gone(self) -> None:

@@ -8,7 +8,8 @@ Triton's interpreter semantics (interpreter.py, builder.py).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -234,15 +235,24 @@ class HostDriver(HostMemory):
     def current_stream(self) -> int:
         return getattr(self.here, "stream", self._default_stream)
 
-    def set_current_stream(self, stream: int) -> None:
-        if not self._default_stream:
-            self._default_stream = stream
-        self.here.stream = stream
+    def chosen(self) -> int:
+        return self.current_stream()
+
+    def set_default_stream(self, stream: int) -> None:
+        self._default_stream = stream
+
+    @contextmanager
+    def working_on(self, stream: int) -> Iterator[None]:
+        outer, self.here.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self.here.stream = outer
 
     def launch_stream(self, device: int = 0) -> int:
         return self.current_stream()
 
-    def plain_stream(self, stream: int) -> int:
+    def instead_of(self, stream: int) -> int:
         return stream
 
     def bind(
@@ -296,12 +306,8 @@ class _BoundKernel:
             else Pointer(op.address, kind, op.owner)
             for op, kind in zip(operands, self._pointers, strict=True)
         ]
-        outer = self._driver.current_stream()
-        self._driver.set_current_stream(stream)
-        try:
+        with self._driver.working_on(stream):
             self._kernel[(self._grid,)](*given, *self._args, **self._named)
-        finally:
-            self._driver.set_current_stream(outer)
 
     def prepare(self, *operands: Any) -> None:
         """There is nothing to load."""
