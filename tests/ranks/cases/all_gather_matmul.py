@@ -43,7 +43,7 @@ def close(got, wanted, depth, *kinds):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def case_values(world, dtype, algorithm):
-    for m, k, n in SHAPES if world.size < 5 else SHAPES[2:4]:
+    for m, k, n in SHAPES if world.size < 3 else SHAPES[2::2]:
         b = values(100 + world.rank, (k, n), dtype)
         wanted = product(whole_a(world, (m, k), dtype), b)
         x = world.array(values(world.rank, (m, k), dtype), symmetric=False)

@@ -32,7 +32,7 @@ def algorithms(dtype):
 def case_values(world, dtype):
     """Every op, size and algorithm gives the bits of the rank-order reference."""
     for op in ("sum", "max", "min") if dtype.startswith("int") else ("sum", "avg", "max", "min"):
-        for shape in SHAPES:
+        for shape in SHAPES if world.size < 4 else SHAPES[1::2]:
             given = inputs(world, shape, dtype)
             x = world.array(given[world.rank])
             short = shape in (2, 7, (0, 3), ())  # no other branches of two_shot than its neighbours
@@ -123,7 +123,7 @@ def case_nan_and_infinity(world):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def case_bits_do_not_depend_on_the_way(world, dtype):
     """Blocks, algorithms, slices, graphs, plans and repetition: the same bits."""
-    shape = 5003
+    shape = 3001
     given = inputs(world, shape, dtype)
     wanted = reduced(given)
     x = world.array(given[world.rank])
@@ -139,7 +139,7 @@ def case_bits_do_not_depend_on_the_way(world, dtype):
                 plan(x)
             graph.replay()
             assert_same_bits(plan._out.numpy(), wanted, (algorithm, block, "graph"))
-    for low, high in ((0, 1), (17, 1044), (4000, 5003)):
+    for low, high in ((0, 1), (17, 1044), (2000, 3001)):
         for algorithm in (None, *algorithms(dtype)):
             result = tdx.all_reduce(x[low:high], algorithm=algorithm)
             assert_same_bits(result.numpy(), wanted[low:high], (low, high, algorithm))

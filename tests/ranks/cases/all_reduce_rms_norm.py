@@ -41,7 +41,7 @@ def check_norm(got, h, weight, eps, where=""):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def case_values(world, dtype):
     """h has the bits of the all-reduce, the norm is that of h, and the same for all algorithms."""
-    for shape in SHAPES if world.size < 4 else SHAPES[1::3]:
+    for shape in SHAPES if world.size < 3 else SHAPES[1::3]:
         given = inputs(range(world.size), shape, dtype)
         weight, bias, residual = extras(shape, dtype)
         x, w, b, r = (world.array(v) for v in (given[world.rank], weight, bias, residual))
@@ -89,7 +89,7 @@ def case_eight_ranks(world):
 def case_blocks_pieces_and_steps(world, dtype):
     """Rows in pieces, many blocks, many steps through the slots, eager and in a graph: the same
     bits on every rank, call after call."""
-    shape = (23, 50)
+    shape = (13, 50)
     given = inputs(range(world.size), shape, dtype)
     weight, bias, residual = extras(shape, dtype)
     x, w, b, r = (world.array(v) for v in (given[world.rank], weight, bias, residual))
@@ -109,7 +109,7 @@ def case_blocks_pieces_and_steps(world, dtype):
             check_norm(first, h, weight, 1e-6, (algorithm, block))
             with tdx.graph(world) as graph:
                 plan(x, w, bias=b, residual=r)
-            for _ in range(3):
+            for _ in range(2):
                 graph.replay()
                 assert_same_bits(y.numpy(), first, (algorithm, block, "graph"))
             everybody = tdx.all_gather(y[None]).numpy()

@@ -118,7 +118,7 @@ def case_all_gather_matmul(world, algorithm):
 def case_reduced(world, kinds):
     """Scales apply to each rank's part of the sum; ragged K, other depths on other ranks."""
     size = world.size
-    for m, k, n in SHAPES[1:]:
+    for m, k, n in SHAPES[1:] if size < 3 else SHAPES[-1:]:
         given = [operands(rank, m * size, k + rank, n, kinds) for rank in range(size)]
         wanted = sum(exact(*each) for each in given)
         a, b, left, right = given[world.rank]

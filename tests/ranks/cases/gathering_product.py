@@ -45,7 +45,7 @@ def close(got, wanted, depth, *kinds):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def case_values(world, dtype):
     """Bits of one Config are those of a product of all rows."""
-    for m, k, n in SHAPES:
+    for m, k, n in SHAPES if world.size < 3 else SHAPES[1::2]:
         b, bias = values(100 + world.rank, (k, n), dtype), values(7, n, dtype)
         x = world.array(values(world.rank, (m, k), dtype), symmetric=False)
         y, z = (world.array(v, symmetric=False) for v in (b, bias))

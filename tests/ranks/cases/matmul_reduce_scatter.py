@@ -55,7 +55,7 @@ def close(got, wanted, depth, *kinds):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def case_values(world, dtype):
     size = world.size
-    for m, k, n in SHAPES if size < 5 else SHAPES[2:4]:
+    for m, k, n in SHAPES if size < 3 else SHAPES[2::2]:
         a, b = operands(world.rank, m * size, k, n, dtype)
         wanted = reference(world, m, lambda _, k=k: k, n, dtype)
         x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
@@ -193,7 +193,7 @@ def case_repetition_and_graphs(world, dtype, algorithm):
         plan = tdx.MatmulReduceScatter(
             world, (m * world.size, k), (k, n), dtype, config=SMALL, algorithm=algorithm
         )
-    given = [operands(world.rank, m * world.size, k, n, dtype, i) for i in range(12)]
+    given = [operands(world.rank, m * world.size, k, n, dtype, i) for i in range(8)]
     loaded = [[world.array(v, symmetric=False) for v in pair] for pair in given]
     outs = [world.empty((m, n), dtype, symmetric=False) for _ in given]
     for (x, y), out in zip(loaded, outs, strict=True):
@@ -217,7 +217,7 @@ def case_repetition_and_graphs(world, dtype, algorithm):
 @worlds(1, 2, 4)
 def case_all_algorithms_give_the_same_bits(world):
     """Also of ranks with nothing to add, with a bias, and of ragged tiles."""
-    for m, k, n in SHAPES[2:]:
+    for m, k, n in SHAPES[2:] if world.size < 4 else SHAPES[-2:-1]:
         k = 0 if world.rank == 1 else k
         a, b = operands(world.rank, m * world.size, k, n, "bfloat16")
         x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)

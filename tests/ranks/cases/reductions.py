@@ -62,7 +62,7 @@ def case_scattered_values(world, dtype):
 def case_reduced_values(world, dtype):
     """The root gets the bits of the rank-order reference, the others None."""
     for turn, op in enumerate(operations(dtype)):
-        for shape in (1, 7, 1023, (0, 3), (3, 5), ()):
+        for shape in (1, 7, 1023, (0, 3), (3, 5), ()) if world.size < 4 else (7, 1023):
             given = inputs(world, shape, dtype)
             x = world.array(given[world.rank])
             for root in {0, turn % world.size, world.size - 1}:
@@ -135,7 +135,7 @@ def case_out_dtype(world):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def case_bits_do_not_depend_on_the_way(world, dtype):
     """Blocks, steps, algorithms, graphs, plans and repetition: the same bits."""
-    given = inputs(world, 1251 * world.size, dtype)
+    given = inputs(world, 611 * world.size, dtype)
     wanted = reduced(given)
     x = world.array(given[world.rank])
     for block, options in ((256, {}), (1024, {"blocks": 2}), (64, {"steps": 7, "blocks": 3})):
@@ -157,7 +157,7 @@ def case_bits_do_not_depend_on_the_way(world, dtype):
             graph.replay()
             if results[2] is not None:
                 assert_same_bits(results[2].numpy(), expected, (plan.call, "graph"))
-    rows = slice(17, 17 + 999 * world.size)
+    rows = slice(17, 17 + 499 * world.size)
     result = tdx.reduce_scatter(x[rows])
     assert_same_bits(result.numpy(), own_part(world, wanted[rows]), "a slice")
 
@@ -218,7 +218,7 @@ def case_in_place(world):
 @pytest.mark.parametrize("steps", [1, 3])
 def case_back_to_back(world, steps):
     """Many calls without a host synchronisation, of all plans in turn, some ranks ahead."""
-    rows, calls = 193, 40
+    rows, calls = 131, 20
     size = rows * world.size
     scatters = [
         tdx.ReduceScatter(world, size, "int32", config=ScatterConfig(name, 64, steps=steps))
