@@ -70,6 +70,7 @@ def _times(world: Any, m: int, n: int, k: int) -> dict[str, float]:
         import torch
 
         if torch.cuda.is_available():
+            torch.cuda.set_stream(torch.cuda.ExternalStream(world.stream.own))
             left, right, to = (torch.from_dlpack(x) for x in (a, b, out))
             calls["torch.mm"] = partial(torch.mm, left, right, out=to)
     calls[f"chosen {chosen}"] = partial(tdx.matmul, a, b, out=out, config=chosen)
@@ -103,18 +104,13 @@ def _recorded(world: Any, name: str, call: Callable[[], object]) -> Callable[[],
         return recorded(world, call, _CALLS)
     import torch
 
-    stream = torch.cuda.ExternalStream(world.stream.handle)
     call()  # makes the library's handle, which cannot be recorded
     recording = torch.cuda.CUDAGraph()
     with torch.cuda.graph(recording, stream=torch.cuda.Stream()):
         for _ in range(_CALLS):
             call()
 
-    def replay() -> None:
-        with torch.cuda.stream(stream):
-            recording.replay()
-
-    return replay
+    return recording.replay
 
 
 if __name__ == "__main__":
