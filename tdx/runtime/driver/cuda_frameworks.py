@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from tdx.runtime.stream import DEFAULT_STREAM
@@ -15,14 +16,17 @@ class FrameworkStreams:
 
     def __init__(self, index: int):
         self._index = index
+        self._torch: Callable[[int], int] | None = None  # tells its stream, once it uses GPUs
         self._kept: dict[int, Any] = {}  # CuPy's streams, which would end with their objects
 
     def current(self) -> int:
         """That of PyTorch once it has begun to use GPUs, else of CuPy once imported, else 0."""
-        torch = getattr(sys.modules.get("torch"), "cuda", None)
-        if torch is not None and torch.is_initialized():
-            binding = sys.modules["torch"]._C
-            return int(binding._cuda_getCurrentRawStream(self._index)) or DEFAULT_STREAM
+        if self._torch is not None:
+            return int(self._torch(self._index)) or DEFAULT_STREAM
+        torch = sys.modules.get("torch")
+        if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+            self._torch = torch._C._cuda_getCurrentRawStream
+            return self.current()
         cupy = getattr(sys.modules.get("cupy"), "cuda", None)
         if cupy is None:
             return 0

@@ -230,19 +230,23 @@ class CudaMemory(CudaDevice):
         # memory must not become part of a graph that is recorded
         recorded = bool(self._recording) or self.recorded_elsewhere(stream)
         taker = self._side if recorded else stream
-        args = (f"allocating {nbytes} bytes", cu.cuMemAllocFromPoolAsync, nbytes, self._pool, taker)
         try:
-            address = int(self._call(*args))
+            address = self._taken(nbytes, taker)
         except HeapExhausted:
             self._make_room()
             try:
-                address = int(self._call(*args))
+                address = self._taken(nbytes, taker)
             except HeapExhausted as error:
                 raise self._exhausted(f"{nbytes} bytes of an array", "free arrays") from error
         self._allocated[address] = nbytes
         if self._recording:
             self._call("waiting for memory", cu.cuStreamSynchronize, self._side)
         return address
+
+    def _taken(self, nbytes: int, stream: int) -> int:
+        what, verb = f"allocating {nbytes} bytes", cu.cuMemAllocFromPoolAsync
+        with self.at(stream):
+            return int(self._call(what, verb, nbytes, self._pool, stream))
 
     def free(self, address: int, stream: int, others: Sequence[int] = ()) -> None:
         """Return the memory in stream order where the stream lasts, else when all is idle.
