@@ -22,7 +22,7 @@ from tdx.runtime.array import Array
 from tdx.runtime.errors import Closed, InvalidArgument, TdxError
 from tdx.runtime.group import Group
 from tdx.runtime.init import current_world
-from tdx.runtime.stream import stream_handle
+from tdx.runtime.stream import DEFAULT_STREAM, after, before_which, stream_handle
 from tdx.runtime.world import World
 
 __all__ = ["Call", "cached", "check_key", "check_recording", "one_line", "remembered", "world_of"]
@@ -170,7 +170,9 @@ def _straight(
         if plan is not None:
             plan.refuse(error)
         raise
-    plan(source, to, home if stream is None else stream, **operands)
+    if stream is None and world.recording is None:
+        stream = home
+    plan(source, to, stream, **operands)
     return result
 
 
@@ -226,7 +228,9 @@ class Call:
         self._framework = None if isinstance(like, Array) else owner_of(like)
         current = None if self._framework is None else self._framework.stream_of(like)
         self._waits = self._framework is not None and current is None
-        self.stream = current if stream is None else stream
+        recording = self.world.recording is not None  # of what has no stream of its own
+        self.stream = current if stream is None and not recording else stream
+        self._is_named = stream is not None
         self._plan: Plan | None = None  # once all ranks have that of this call
         self._made = 0  # calls of the plan before this one
         self._staged = False  # are the operands in host memory, and the world on a GPU?
@@ -271,10 +275,12 @@ class Call:
         if framework is None:
             return operand(self.world, x, what)
         self._meet(framework, x)
-        memory = framework.describe(x, None if self.world.recording else self.handle())
+        asked = None if self.world.recording else before_which(self.world, self.handle())
+        memory = framework.describe(x, asked)
         staged = self.world.backend != "host" and memory.device[0] in _HOST_MEMORY
         self._staged |= staged
         if not staged and (strided or memory.contiguous):
+            self._waits |= framework.stream_of(x) is None  # who does not see that it is in use
             return operand(self.world, memory, what)
         copy = self.world.empty(memory.shape, memory.dtype, symmetric=False)
         return operand(self.world, copy.copy_from(x), what)
@@ -311,9 +317,14 @@ class Call:
         return out
 
     def _meet(self, framework: Any, x: Any) -> None:
-        """Use the stream of the framework, if none is known so far."""
-        if self.stream is None and self.world.recording is None:
-            self.stream = framework.stream_of(x)
+        """Use the stream of the framework, if none is known so far; else come after it."""
+        if self._is_named or self.world.recording is not None:
+            return
+        home = framework.stream_of(x)
+        if self.stream is None:
+            self.stream = home
+        elif home is not None:
+            after(self.world.driver, home or DEFAULT_STREAM, self.handle())
 
     def finish(self, result: Any) -> Any:
         """Hand a target (or a tuple of them) over to the caller, complete if it has no stream."""

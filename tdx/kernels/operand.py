@@ -18,6 +18,7 @@ from tdx.runtime.copies import span
 from tdx.runtime.dlpack import Imported, row_major
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
+from tdx.runtime.stream import before_which
 from tdx.runtime.world import World
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def operand(world: World, x: Any, what: str) -> Operand:
                 f"{type(x).__name__}"
             )
         # what is recorded does not run now: the replay enters
-        stream = 0 if world.recording else world.driver.current_stream()
+        stream = 0 if world.recording else before_which(world, world.driver.current_stream())
         memory = framework.describe(x, stream)
         home = framework.stream_of(x)
         if home is None and world.backend != "host":
@@ -238,12 +239,19 @@ def enter(world: World, stream: int, *operands: Operand) -> None:
         hold(world, *(op.block for op in operands))
     for op in operands:
         op.enter(stream)
-        if op.block is not None and not op.block.shows_stream and not (recording or elsewhere):
-            world.in_flight.hold(op.owner, stream)
         if recording is not None:
             recording.keep(op.owner)
             if op.block is not None:
                 recording.before_replay(op.block.enter)
+    if recording is None and not elsewhere:
+        hold_producers(world, stream, operands)
+
+
+def hold_producers(world: World, stream: int, operands: Sequence[Operand]) -> None:
+    """Hold the memory of those who show no stream until the call on `stream` is done."""
+    owners = [op.owner for op in operands if op.block is not None and not op.block.shows_stream]
+    if owners:
+        world.in_flight.hold(owners, stream)
 
 
 def byte_units(*multiples: int) -> tuple[np.dtype, int]:

@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tdx.kernels.operand import Operand, check_operand, check_output, operand
+from tdx.kernels.operand import (
+    Operand,
+    check_operand,
+    check_output,
+    hold_producers,
+    operand,
+)
 from tdx.runtime import dtypes
 from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array
@@ -44,7 +50,7 @@ from tdx.runtime.errors import (
 from tdx.runtime.graph import hold
 from tdx.runtime.group import Group
 from tdx.runtime.signals import Channel, Site, make_channel
-from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, follow, order, stream_handle
+from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, after, follow, stream_handle
 from tdx.runtime.world import World
 
 if TYPE_CHECKING:
@@ -184,7 +190,7 @@ class Plan:
                 if stream is None:
                     stream = home
                 elif home is not None and home != stream:  # what its framework made comes before
-                    order(world.driver, home or DEFAULT_STREAM, stream or DEFAULT_STREAM)
+                    after(world.driver, home or DEFAULT_STREAM, stream or DEFAULT_STREAM)
         if self._shown:
             operands = (*operands, *self._shown)
         handle = world.driver.current_stream() if stream is None else stream_handle(stream)
@@ -206,9 +212,7 @@ class Plan:
         if world.driver.recorded_elsewhere(handle):
             hold(world, self, *(op.block for op in operands))
         else:
-            for op in operands:
-                if op.block is not None and not op.block.shows_stream:
-                    world.in_flight.hold(op.owner, handle)
+            hold_producers(world, handle, operands)
         usage.add()
         if config.debug:
             agree(self.group, self.call)

@@ -75,6 +75,7 @@ def _mark(world: World, why: str) -> None:
     world.closed, world.recording, world.exports.closed = True, None, why
     world.plans.clear()
     world.captured.clear()
+    world.in_flight.release()
     world.here = Here()
     world.teardown.add(world.streams.close)
 

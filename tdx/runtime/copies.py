@@ -15,7 +15,7 @@ from tdx.runtime import dlpack
 from tdx.runtime.config import config
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
-from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, finished, follow
+from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, before_which, finished, follow
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
@@ -45,7 +45,8 @@ class Copies:
     def source(self, producer: Any, stream: int) -> Imported:
         """Memory of a NumPy array or DLPack producer, ready for a copy on `stream`."""
         # a stream that is recorded cannot wait for what runs now
-        found = dlpack.import_array(producer, None if self._world.recording else stream)
+        asked = None if self._world.recording else before_which(self._world, stream)
+        found = dlpack.import_array(producer, asked)
         info = self._driver.info
         if found.device[0] not in (*_HOST_MEMORY, info.dlpack_type):
             raise Unsupported(
@@ -142,10 +143,12 @@ class Copies:
                 )
         else:
             consumer = DEFAULT_STREAM if stream is None else int(stream)
+            if self._driver.recorded_elsewhere(consumer) or self._is_recorded(consumer):
+                return  # neither runs it now, nor can it wait for what does
             for used in block.last:
                 if used != consumer and not self._is_recorded(used):
                     follow(self._driver, used, consumer)
-            if self._driver.left_at(consumer) is None and not self._is_recorded(consumer):
+            if self._driver.left_at(consumer) is None:
                 block.last[:] = [*(s for s in block.last if s not in (consumer, NOWHERE)), consumer]
 
     def _is_pending(self, block: Block) -> bool:

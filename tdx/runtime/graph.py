@@ -31,7 +31,8 @@ class Graph:
 
     def __init__(self, world: World):
         self._world = world
-        self._stream = world.driver.chosen()
+        self._was_chosen = bool(world.driver.chosen())
+        self._stream = world.driver.chosen() or world.stream.own
         self._is_ours = world.driver.owns(self._stream)  # others do not tell when they close one
         self._handle = 0
         self._keep: list[Any] = []
@@ -116,7 +117,7 @@ class Graph:
 
     def _usual_stream(self) -> int:
         driver = self._world.driver
-        stream = driver.instead_of(self._stream)
+        stream = self._stream if self._was_chosen else driver.instead_of(self._stream)
         return self._stream if driver.recorded_elsewhere(stream) else stream
 
 

@@ -14,10 +14,11 @@ from tdx.runtime.errors import Closed, InvalidArgument
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
+    from tdx.runtime.world import World
 
 __all__ = [
-    "DEFAULT_STREAM", "NOWHERE", "Event", "Here", "InFlight", "Stream", "Streams", "finished",
-    "follow", "order", "stream_handle",
+    "DEFAULT_STREAM", "NOWHERE", "Event", "Here", "InFlight", "Stream", "Streams", "after",
+    "before_which", "finished", "follow", "order", "stream_handle",
 ]  # fmt: skip
 
 DEFAULT_STREAM = 1  # the default stream's other name: 0 also means that no stream is given
@@ -30,7 +31,7 @@ class Here(threading.local):
     Attributes
     ----------
     stream : int
-        What the thread chose; not there in one that has queued nothing.
+        What the thread chose, 0 for nothing; not there in one that has queued nothing.
     launching : int or None
         Where the plain launch under way, or the latest, goes. None: arrays must ask.
     """
@@ -80,8 +81,8 @@ class Stream:
     def handle(self) -> int:
         """The driver's stream, as `__cuda_stream__` gives it.
 
-        Of `world.stream` the current one of PyTorch or CuPy, where the program uses that on the
-        GPU, while no graph is recorded.
+        Of `world.stream` the current one of PyTorch, where the program uses that on GPUs, while
+        no graph is recorded.
         """
         return self._driver.instead_of(self.own)
 
@@ -154,42 +155,45 @@ class InFlight:
 
     def __init__(self, driver: Driver):
         self._driver = driver
-        self._held: deque[tuple[Any, int, list[int]]] = deque()  # owner, stream, event behind it
+        self._held: deque[tuple[list[Any], int, list[int]]] = deque()  # owners, stream, event
 
-    def hold(self, owner: Any, stream: int) -> None:
-        """Until what is queued next on `stream` is done. Lets go of what is done by now."""
-        for _ in range(len(self._held)):
-            with contextlib.suppress(IndexError):  # another thread may get there first
-                entry = self._held.popleft()
-                if not self._is_done(*entry):
-                    self._held.append(entry)
-        self._held.append((owner, stream, []))
+    def hold(self, owners: list[Any], stream: int) -> None:
+        """Until the call that is queued next on `stream` is done. Lets go of what is done by now.
 
-    def _is_done(self, _: Any, stream: int, event: list[int]) -> bool:
-        if event:
-            if not self._driver.event_query(event[0]):
-                return False
-            self._end(event)
-            return True
-        if self._driver.left_at(stream) is not None:
+        Calls are looked at from the first on, up to one that is not done.
+        """
+        held, driver = self._held, self._driver
+        if not any(map(driver.recorded_elsewhere, {used for _, used, _ in held})):  # else not now
+            if held and not held[-1][2] and driver.left_at(held[-1][1]) is None:
+                _, used, event = held[-1]
+                event.append(driver.event_create(timing=False))
+                driver.event_record(event[0], used)
+            done = True
+            while done and held:
+                with contextlib.suppress(IndexError):  # another thread may get there first
+                    entry = held.popleft()
+                    done = self._is_done(entry[1], entry[2])
+                    if not done:
+                        held.appendleft(entry)
+        held.append((owners, stream, []))
+
+    def _is_done(self, stream: int, event: list[int]) -> bool:
+        if not event:
             return finished(self._driver, stream)
-        event.append(self._driver.event_create(timing=False))
-        self._driver.event_record(event[0], stream)
-        return False
-
-    def _end(self, event: list[int]) -> None:
-        while event:
-            self._driver.event_destroy(event.pop())
+        if not self._driver.event_query(event[0]):
+            return False
+        self._driver.event_destroy(event.pop())
+        return True
 
     def release(self, stream: int | None = None) -> None:
         """What was queued before on `stream`, or on all, is done."""
         for _ in range(len(self._held)):
             with contextlib.suppress(IndexError):
-                entry = self._held.popleft()
-                if stream in (None, entry[1]):
-                    self._end(entry[2])
-                else:
-                    self._held.append(entry)
+                owners, used, event = self._held.popleft()
+                if stream not in (None, used):
+                    self._held.append((owners, used, event))
+                elif event:
+                    self._driver.event_destroy(event.pop())
 
 
 def order(driver: Driver, before: int, after: int) -> None:
@@ -202,6 +206,18 @@ def order(driver: Driver, before: int, after: int) -> None:
         driver.stream_wait(after, event)
     finally:
         driver.event_destroy(event)
+
+
+def after(driver: Driver, before: int, stream: int) -> None:
+    """As `order`, unless one of the two is recorded: that does not run now."""
+    if not (driver.capturing(before) or driver.capturing(stream)):
+        order(driver, before, stream)
+
+
+def before_which(world: World, stream: int) -> int:
+    """Which stream producers are to order their work before, for a call on `stream`."""
+    # one that another library records cannot wait for what runs now
+    return world.stream.own if world.driver.recorded_elsewhere(stream) else stream
 
 
 def follow(driver: Driver, used: int, stream: int) -> None:

@@ -52,8 +52,8 @@ class World(Group):
     device : DeviceInfo
         The device of this rank.
     stream : Stream
-        Where work on tdx arrays goes that names no stream, outside of `on`. In a program with
-        PyTorch or CuPy on GPUs it stands for that library's current stream.
+        Where work on tdx arrays goes that names no stream, outside of `on`. In a program that
+        uses PyTorch on GPUs it stands for PyTorch's current stream.
     handle : Handle
         The kernel argument through which device functions know rank, size, stride, fault word.
     timeout_s : float

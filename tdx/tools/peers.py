@@ -88,12 +88,12 @@ class TorchPeers(Peers):
         torch.cuda.set_device(world.device.index)
         store = dist.TCPStore("127.0.0.1", port, world.size, world.rank == 0)
         device = torch.device("cuda", world.device.index)
+        # replays, and with them the world's current stream, are on the world's own
+        torch.cuda.set_stream(torch.cuda.ExternalStream(world.stream.own, device=device))
         dist.init_process_group(
             "nccl", store=store, rank=world.rank, world_size=world.size, device_id=device
         )
         self.group: Any = dist.group.WORLD
-        # replays, and with them the world's current stream, are on the world's own
-        torch.cuda.set_stream(torch.cuda.ExternalStream(world.stream.own, device=device))
         version = ".".join(str(part) for part in torch.cuda.nccl.version())
         self.names = f"torch {torch.__version__}, NCCL {version}"
         self.products = TorchProducts(self)
@@ -183,6 +183,7 @@ class TorchPeers(Peers):
 
     def close(self) -> None:
         self.dist.destroy_process_group()
+        self.torch.cuda.set_stream(self.torch.cuda.default_stream(self._world.device.index))
 
 
 def _free_port() -> int:

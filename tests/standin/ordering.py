@@ -99,10 +99,15 @@ def work_in_a_program_with_pytorch(rank: Rank) -> None:
         with world.on(world.stream):
             launch()
         assert order.taken() == [(side.handle, theirs), theirs]
+        with world.on(own):
+            launch()
+        assert order.taken()[-1] == own
         address = world.empty(1000, np.float32, symmetric=False).data_ptr()
         again = world.empty(1000, np.float32, symmetric=False)
         assert again.data_ptr() == address  # it was returned in the order of PyTorch's stream
-    world.close()
+    with _pytorch(world.device.index, 1):  # another stream of PyTorch's while the world ends
+        world.close()
+        assert world.stream.handle == own
     cu.cuStreamDestroy(theirs)
 
 
@@ -136,9 +141,15 @@ def operands_of_two_streams(rank: Rank) -> None:
         array.device = _On(current, stream, world.device.index)
     plan = tdx.AllReduce(world, 64, np.int32)
     plan(*arrays)
+    tdx.all_reduce(arrays[0], out=arrays[1])
     order = _Order(world.driver)
     plan(*arrays)
     assert order.taken() == [(streams[1], streams[0])]
+    with tdx.graph(world) as graph:
+        tdx.all_reduce(arrays[0], out=arrays[1])
+    assert order.taken() == []  # nothing runs by now
+    graph.replay()
+    assert world.stream.handle in order.taken()
     del sys.modules["cupy"]
     world.close()
     for stream in streams:
@@ -171,25 +182,29 @@ def memory_of_producers_is_held(rank: Rank) -> None:
 def _hold(world: Any, allocator: Any) -> None:
     import tdx
 
-    y = world.zeros(64, np.int32)
-    plan = tdx.AllReduce(world, 64, np.int32)
+    y = world.zeros(64, np.float32)
+    plan = tdx.AllReduce(world, 64, np.float32, residual=True)
 
-    def call() -> weakref.ref[Any]:
-        x = allocator.array(0, 64)
-        plan(x, out=y)
-        return weakref.ref(x)
+    def call() -> list[weakref.ref[Any]]:
+        pieces = [allocator.array(offset, 64) for offset in (0, 512)]
+        for piece in pieces:
+            piece.dtype = np.dtype(np.float32)
+        plan(pieces[0], out=y, residual=pieces[1])
+        return [weakref.ref(piece) for piece in pieces]
 
-    first, second = call(), call()
-    gc.collect()
-    assert first() is not None
-    assert second() is not None
-    third = call()  # the event behind the first call is reached
-    gc.collect()
-    assert first() is None
-    assert third() is not None
+    def alive(pieces: list[weakref.ref[Any]]) -> list[bool]:
+        gc.collect()
+        return [piece() is not None for piece in pieces]
+
+    first = call()
+    assert alive(first) == [True, True]
+    second = call()  # the event behind the first call is reached
+    assert (alive(first), alive(second)) == ([False, False], [True, True])
     world.synchronize()
-    gc.collect()
-    assert second() is third() is None
+    assert alive(second) == [False, False]
+    with world.on(world.new_stream()):
+        third = call()
+    assert alive(third) == [True, True]
 
 
 @scenario(1)

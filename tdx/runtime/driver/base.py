@@ -267,7 +267,7 @@ class Driver(Protocol):
         """Where work of this thread goes that names no stream."""
 
     def chosen(self) -> int:
-        """The stream of the innermost `working_on` of this thread, else the default one."""
+        """The stream of the innermost `working_on` of this thread; 0: none."""
 
     def set_default_stream(self, stream: int) -> None:
         """The world's own stream."""
@@ -279,7 +279,7 @@ class Driver(Protocol):
         """current_stream, for a plain `kernel[grid](...)` that is about to be launched."""
 
     def instead_of(self, stream: int) -> int:
-        """For the world's own stream the one that the program's array library uses, if any."""
+        """For the world's own stream PyTorch's current one, where PyTorch uses this GPU."""
 
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[np.dtype | Described],

@@ -18,9 +18,9 @@ from tdx.runtime.driver.cuda_device import (
     call,
     cu,
 )
-from tdx.runtime.driver.cuda_frameworks import FrameworkStreams
 from tdx.runtime.driver.cuda_kernel import BoundKernel
 from tdx.runtime.driver.cuda_memory import CudaMemory
+from tdx.runtime.driver.cuda_torch import TorchStream
 from tdx.runtime.errors import InvalidArgument, TdxError
 from tdx.runtime.stream import NOWHERE, Here, follow, order
 
@@ -49,11 +49,11 @@ class CudaDriver(CudaMemory):
         self._default_stream = 0
         self._entered: Counter[int] = Counter()  # streams that threads work on
         self._entering = threading.Lock()
-        self._followed: set[int] = set()  # streams of frameworks on which work has begun
+        self._followed: set[int] = set()  # streams of PyTorch on which work has begun
         self._shim: Any = None
         try:
             super().__init__(local_rank, local_size)
-            self._frameworks = FrameworkStreams(self.info.index)
+            self._torch = TorchStream(self.info.index)
             self._open_pool()
             # for what must pass by the work of all other streams
             self._side = int(call("making a stream", cu.cuStreamCreate, _NON_BLOCKING))
@@ -282,7 +282,7 @@ class CudaDriver(CudaMemory):
             self._shim = None
 
     def current_stream(self) -> int:
-        return self.instead_of(self.chosen())
+        return self.chosen() or self.instead_of(self._default_stream)
 
     def set_default_stream(self, stream: int) -> None:
         self._default_stream = stream
@@ -310,8 +310,8 @@ class CudaDriver(CudaMemory):
             return self.here.stream
         except AttributeError:  # this thread's first work, which needs the context
             self.bind_thread()
-            self.here.stream = self._default_stream
-            return self._default_stream
+            self.here.stream = 0
+            return 0
 
     def launch_stream(self, device: int = 0) -> int:
         stream = self.current_stream()
@@ -320,18 +320,18 @@ class CudaDriver(CudaMemory):
         return stream
 
     def instead_of(self, stream: int) -> int:
-        if stream != self._default_stream or stream == self._recording:
+        if stream != self._default_stream or "torch" not in sys.modules:
             return stream
-        if "torch" in sys.modules or "cupy" in sys.modules:
-            theirs = self._frameworks.current()
-            if theirs and theirs not in self._followed:
-                self._begin_on(theirs)
-            return theirs or stream
-        return stream
+        if stream == self._recording or stream not in self._streams:  # which is after the end
+            return stream
+        theirs = self._torch.current()
+        if theirs and theirs not in self._followed:
+            self._begin_on(theirs)
+        return theirs or stream
 
     def _begin_on(self, stream: int) -> None:
-        """From now on work goes to a framework's stream, behind what is on the own one."""
-        self._lasting.add(stream)  # PyTorch's stay, CuPy's are kept
+        """From now on work goes to a stream of PyTorch, behind what is on the own one."""
+        self._lasting.add(stream)  # PyTorch never destroys its streams
         if not self.recorded_elsewhere(stream):
             order(self, self._default_stream, stream)
             self._followed.add(stream)

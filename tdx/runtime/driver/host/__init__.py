@@ -233,17 +233,17 @@ class HostDriver(HostMemory):
         triton.runtime.driver._active = self._previous
 
     def current_stream(self) -> int:
-        return getattr(self.here, "stream", self._default_stream)
+        return self.chosen() or self._default_stream
 
     def chosen(self) -> int:
-        return self.current_stream()
+        return getattr(self.here, "stream", 0)
 
     def set_default_stream(self, stream: int) -> None:
         self._default_stream = stream
 
     @contextmanager
     def working_on(self, stream: int) -> Iterator[None]:
-        outer, self.here.stream = self.current_stream(), stream
+        outer, self.here.stream = self.chosen(), stream
         try:
             yield
         finally:
