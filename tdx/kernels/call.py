@@ -280,7 +280,8 @@ class Call:
         staged = self.world.backend != "host" and memory.device[0] in _HOST_MEMORY
         self._staged |= staged
         if not staged and (strided or memory.contiguous):
-            self._waits |= framework.stream_of(x) is None  # who does not see that it is in use
+            if framework.stream_of(x) is None and not self._is_recorded():
+                self._waits = True  # its owner does not see that it is in use
             return operand(self.world, memory, what)
         copy = self.world.empty(memory.shape, memory.dtype, symmetric=False)
         return operand(self.world, copy.copy_from(x), what)
@@ -315,6 +316,10 @@ class Call:
             self._meet(framework, out)
             self._waits |= framework.stream_of(out) is None
         return out
+
+    def _is_recorded(self) -> bool:
+        world = self.world
+        return world.recording is not None or world.driver.recorded_elsewhere(self.handle())
 
     def _meet(self, framework: Any, x: Any) -> None:
         """Use the stream of the framework, if none is known so far; else come after it."""
