@@ -1,10 +1,9 @@
 """Meetings of programs, on the words of a channel.
 
 A channel handle (`world.channel(blocks)` on the host side) is a named tuple with the fields
-`words`, `control` and `packed` (see tdx/abi.py). It serves one kernel at a time, launched with
-at most `blocks` programs (for `grid_barrier` exactly as many), alike on every rank and all resident
-at once. Counters live in device memory and only grow, so nothing is reset and a CUDA graph may
-replay everything here.
+`words`, `control` and `packed` (see tdx/abi.py). It serves one kernel at a time, alike on every rank,
+of at most `blocks` programs (for `grid_barrier` exactly as many), all of them resident at once.
+Counters only grow, so nothing is reset and a CUDA graph may replay everything here.
 
 All functions are executed by the whole program, outside of divergent control flow.
 """
