@@ -196,11 +196,13 @@ class Plan:
         handle = world.driver.current_stream() if stream is None else stream_handle(stream)
         if handle != self._stream:
             self.begin_stream(handle)
-        here = [handle]
+        here, unseen = [handle], False
         for op in operands:
             block = op.block
-            if block is not None and block.last != here:
-                block.enter(handle)
+            if block is not None:
+                if block.last != here:
+                    block.enter(handle)
+                unseen |= not block.shows_stream
         frame = sys._getframe(2)
         while frame.f_globals["__name__"][:4] == "tdx." and frame.f_back is not None:
             frame = frame.f_back
@@ -211,7 +213,7 @@ class Plan:
             return handle
         if world.driver.recorded_elsewhere(handle):
             hold(world, self, *(op.block for op in operands))
-        else:
+        elif unseen:
             hold_producers(world, handle, operands)
         usage.add()
         if config.debug:

@@ -1,8 +1,8 @@
 """Meetings of programs, on the words of a channel.
 
 A channel handle (`world.channel(blocks)` on the host side) is a named tuple with the fields
-`words`, `control` and `packed` (see tdx/abi.py). It serves one kernel at a time, alike on all ranks,
-of at most `blocks` programs (for `grid_barrier` exactly as many), all of them resident at once.
+`words`, `control` and `packed` (see tdx/abi.py). It serves one kernel at a time, alike on ranks, of
+at most `blocks` programs (for `grid_barrier` exactly as many), all of them resident at once.
 Counters only grow, so nothing is reset and a CUDA graph may replay everything here.
 
 All functions are executed by the whole program, outside of divergent control flow.

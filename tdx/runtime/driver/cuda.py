@@ -282,7 +282,14 @@ class CudaDriver(CudaMemory):
             self._shim = None
 
     def current_stream(self) -> int:
-        return self.chosen() or self.instead_of(self._default_stream)
+        try:
+            stream = self.here.stream
+        except AttributeError:
+            stream = self.chosen()
+        if stream:
+            return stream
+        stream = self._default_stream
+        return self.instead_of(stream) if "torch" in sys.modules else stream
 
     def set_default_stream(self, stream: int) -> None:
         self._default_stream = stream
@@ -320,9 +327,9 @@ class CudaDriver(CudaMemory):
         return stream
 
     def instead_of(self, stream: int) -> int:
-        if stream != self._default_stream or "torch" not in sys.modules:
+        if stream != self._default_stream or stream == self._recording:
             return stream
-        if stream == self._recording or stream not in self._streams:  # which is after the end
+        if "torch" not in sys.modules or stream not in self._streams:  # which is after the end
             return stream
         theirs = self._torch.current()
         if theirs and theirs not in self._followed:

@@ -43,6 +43,7 @@ class BoundKernel:
         args: Sequence[Any], named: dict[str, Any],
     ):  # fmt: skip
         self._driver = driver
+        self._lasting = driver._lasting  # which grows and shrinks
         self._make = (kernel, grid, pointers, args, named)
         aligned = (0,) * len(pointers)
         self._layout = self._usual = self._make_layout(aligned)
@@ -74,7 +75,8 @@ class BoundKernel:
             code = cuLaunchKernelEx(*layout.launch)[0]
             if code:
                 self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
-            self._driver.mark(stream)
+            if stream not in self._lasting:
+                self._driver.mark(stream)
         finally:
             filling.release()
 

@@ -38,7 +38,8 @@ class CudaMemory(CudaDevice):
     """The verbs of memory. The driver, which is derived from it, has the streams."""
 
     _closed: bool
-    _lasting: set[int]  # streams that stay
+    _streams: set[int]  # our own
+    _lasting: set[int]  # those and others that stay
     _side: int  # a stream that no graph records
     _recording: int  # the stream that a graph of ours records; 0: none
 
@@ -272,13 +273,16 @@ class CudaMemory(CudaDevice):
         if idle:
             self._free_on(address, DEFAULT_STREAM)
             return True
-        lasts = stream in self._lasting and stream != PER_THREAD_STREAM  # whose thread's?
-        if not lasts or self.recorded_elsewhere(stream):
-            return False
+        if stream not in self._streams:
+            # threads mean different ones by PER_THREAD_STREAM
+            lasts = stream in self._lasting and stream != PER_THREAD_STREAM
+            if not lasts or self.recorded_elsewhere(stream):
+                return False
         nbytes = self._allocated[address]
         if self._spare_bytes + nbytes <= _SPARE_BYTES:
             self._spare_bytes += nbytes
-            self._spare.setdefault((nbytes, stream), []).append(address)
+            key = (nbytes, stream)
+            (self._spare.get(key) or self._spare.setdefault(key, [])).append(address)
             return True
         if self.capturing(stream):
             return False
