@@ -173,8 +173,9 @@ def case_broadcast_of_many_rounds(world, staged, shift):
 
     Calls are queued one behind the other. With `shift` ranks move words of different widths.
     """
-    count, root = 25001 - shift, 1
-    with many_rounds(rounds=(4096, 4096)):
+    limit, root = 4096 if world.size < 5 else 8192, 1
+    count = 6 * limit + 425 - shift
+    with many_rounds(rounds=(limit, limit)):
         plan = tdx.Broadcast(world, count, "int8", root, algorithm="scatter")
     assert plan._rounds > 6
     assert plan._blocks >= 4
