@@ -167,8 +167,9 @@ def _straight(
     except TdxError:
         return None
     except Exception as error:  # of the framework's own
-        if plan is not None:
-            plan.refuse(error)
+        if plan is None:
+            return None
+        plan.refuse(error)
         raise
     if stream is None and world.recording is None:
         stream = home
@@ -326,10 +327,15 @@ class Call:
         if self._is_named or self.world.recording is not None:
             return
         home = framework.stream_of(x)
-        if self.stream is None:
-            self.stream = home
-        elif home is not None:
-            after(self.world.driver, home or DEFAULT_STREAM, self.handle())
+        if home is None:
+            return
+        there = home or DEFAULT_STREAM
+        if self.stream is not None:
+            after(self.world.driver, there, self.handle())
+            return
+        if self._waits:  # an owner who shows none has ordered its work before the current stream
+            after(self.world.driver, self.handle(), there)
+        self.stream = home
 
     def finish(self, result: Any) -> Any:
         """Hand a target (or a tuple of them) over to the caller, complete if it has no stream."""

@@ -184,7 +184,9 @@ class Plan:
         """
         world = self.world
         world.check()
-        if stream is None and world.recording is None:
+        if world.recording is not None:
+            world.recording.check_thread()
+        elif stream is None:
             for op in operands:
                 home = op.home
                 if stream is None:

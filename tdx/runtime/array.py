@@ -230,8 +230,9 @@ class Array:
             world.driver.read(staging.ctypes.data, self._address + low, nbytes)
         else:
             stream = self._block.settled(world.stream.handle)
+            to = staging.ctypes.data
             with world.surfacing():
-                world.driver.copy_out(staging.ctypes.data, self._address + low, nbytes, stream)
+                world.driver.copy_out(to, self._address + low, nbytes, stream, staging)
             world.check()
         if contiguous:
             return staging
@@ -279,16 +280,20 @@ class Array:
         dlpack.check_request(self.__dlpack_device__(), dl_device, copy)
         self.world.copies.order_export(self._block, stream)
         owner, released = self._block.export()
-        return dlpack.capsule(
-            owner,
-            self._address,
-            self.shape,
-            self.strides,
-            self.dtype,
-            self.__dlpack_device__(),
-            max_version,
-            released=released,
-        )
+        try:
+            return dlpack.capsule(
+                owner,
+                self._address,
+                self.shape,
+                self.strides,
+                self.dtype,
+                self.__dlpack_device__(),
+                max_version,
+                released=released,
+            )
+        except BaseException:
+            released()
+            raise
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -302,6 +307,7 @@ class Array:
                 f"{self.world.backend} backend; use DLPack"
             )
         self._block.check()
+        self._block.scatter()  # the consumer does not say on which stream it will read
         return {
             "version": 3,
             "shape": self.shape,

@@ -7,13 +7,14 @@ and returns a local block to the driver.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tdx.runtime.errors import Closed, InvalidArgument
-from tdx.runtime.stream import NOWHERE, follow
+from tdx.runtime.stream import ANYWHERE, NOWHERE, follow
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
@@ -26,12 +27,12 @@ class Exports:
     """Which exports of a world's memory are still held by consumers, and whether it is closed.
 
     Finalizers call this in any thread, so it only adds to and discards from a set. When the
-    world has been closed, `closed` says why, and the last consumer's release runs `on_last`.
+    world has been closed, `closed` says why.
     """
 
     def __init__(self) -> None:
         self._held: set[object] = set()
-        self.on_last: Callable[[], None] | None = None
+        self._at_end: list[Callable[[], None]] = []
         self.closed = ""
 
     def __len__(self) -> int:
@@ -44,9 +45,18 @@ class Exports:
 
     def release(self, token: object) -> None:
         self._held.discard(token)
-        if not self._held and self.on_last is not None:
-            action, self.on_last = self.on_last, None
-            action()
+        self._see()
+
+    def when_empty(self, action: Callable[[], None]) -> None:
+        """Run `action` with the last release, or now."""
+        self._at_end.append(action)
+        self._see()
+
+    def _see(self) -> None:
+        with contextlib.suppress(IndexError):  # two threads may come here with the last ones
+            while not self._held:
+                action = self._at_end.pop()
+                action()
 
 
 class Block:
@@ -60,6 +70,7 @@ class Block:
     ranks: Sequence[int] | None = None  # of the world that have it mapped; None: all
     freed = False
     recorded = 0  # by how many calls in graphs that are there
+    scattered = False  # read by consumers on streams that may be gone before the memory
     _held = 0
 
     def __init__(
@@ -132,6 +143,10 @@ class Block:
 
         return self, released
 
+    def scatter(self) -> None:
+        """A consumer uses the memory where nobody can ask: it is free when the device is idle."""
+        self.scattered = True
+
     def free(self) -> None:
         """Give the memory back now; InvalidArgument while a consumer or a graph holds it."""
         self.check()
@@ -161,17 +176,22 @@ class LocalBlock(Block):
 
     def free(self) -> None:
         super().free()
-        self.driver.free(self.address, self.last[0], self.last[1:])
+        self._return()
         self.last[:] = [NOWHERE]
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # cheaper than weakref.finalize, which other blocks use; modules may be gone at the end
         if self.address and not self.freed and not ending():
-            last = self.last
-            if len(last) == 1:
-                self.driver.free(self.address, last[0])
-            else:
-                self.driver.free(self.address, last[0], last[1:])
+            self._return()
+
+    def _return(self) -> None:
+        last = self.last
+        if self.scattered:
+            self.driver.free(self.address, ANYWHERE)
+        elif len(last) == 1:
+            self.driver.free(self.address, last[0])
+        else:
+            self.driver.free(self.address, last[0], last[1:])
 
 
 class SymmetricBlock(Block):
@@ -184,13 +204,25 @@ class SymmetricBlock(Block):
         self.offset = region.allocate(nbytes, name)
         window = region.window
         super().__init__(driver, exports, window.address(window.rank, self.offset), nbytes, name)
-        self._finalizer = weakref.finalize(self, region.drop, self.offset, self.last)
+        self._finish_with(self.last)
+
+    def _finish_with(self, last: list[int]) -> None:
+        self._finalizer = weakref.finalize(self, self.region.drop, self.offset, last)
         self._finalizer.atexit = False
+
+    def scatter(self) -> None:
+        if not self.scattered:
+            self._finalizer.detach()
+            self._finish_with([ANYWHERE])
+        super().scatter()
 
     def free(self) -> None:
         self.check()
         # the next owner of the memory may use it on any stream
-        self.wait(self.driver.current_stream())
+        if self.scattered:
+            self.driver.synchronize()
+        else:
+            self.wait(self.driver.current_stream())
         super().free()
         self.last[:] = [NOWHERE]
         self._finalizer.detach()

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from tdx.runtime.block import Exports
 from tdx.runtime.errors import TdxError
 from tdx.runtime.mpi_end import skip_mpi_finalize, watch_at_exit
-from tdx.runtime.stream import Here
+from tdx.runtime.stream import Here, InFlight
 from tdx.runtime.window import Window
 
 if TYPE_CHECKING:
     from tdx.runtime.host_channel import HostChannel
     from tdx.runtime.world import World
 
-__all__ = ["close", "give_up"]
+__all__ = ["close", "disown", "give_up"]
 
 
 def close(world: World, meet: bool) -> None:
@@ -40,7 +40,7 @@ def close(world: World, meet: bool) -> None:
     held = len(world.exports)
     if held:
         world.teardown.forget(world.window.close)
-        world.exports.on_last = world.window.close
+        world.exports.when_empty(world.window.close)
     failures = world.teardown.rollback()
     if held:  # said last: it may be made an error
         warnings.warn(
@@ -53,6 +53,15 @@ def close(world: World, meet: bool) -> None:
         failure = failures[0]
     if failure is not None and failure is not known:
         raise failure
+
+
+def disown(world: World) -> None:
+    """In a forked copy of the process, which shares memory with the rank but has no device."""
+    world.closed = True
+    world.exports.closed = "this process was forked from the rank, whose memory it is"
+    page = world.channels.page
+    if page is not None:
+        page.board.kept = True  # what this copy drops is still counted by the rank
 
 
 def give_up(world: World) -> None:
@@ -75,16 +84,13 @@ def _mark(world: World, why: str) -> None:
     world.closed, world.recording, world.exports.closed = True, None, why
     world.plans.clear()
     world.captured.clear()
-    world.in_flight.release()
+    world.in_flight = InFlight(world.driver)
     world.here = Here()
     world.teardown.add(world.streams.close)
 
 
 def _unmap(window: Window, exports: Exports) -> None:
-    if len(exports):
-        exports.on_last = window.close
-    else:
-        window.close()
+    exports.when_empty(window.close)
 
 
 def _note_damage(channel: HostChannel) -> None:

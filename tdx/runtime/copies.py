@@ -42,6 +42,20 @@ class Copies:
             return here  # another one would not be recorded
         return block.settled(here)
 
+    def fill_zero(self, array: Array) -> None:
+        """Queue zeros for all of a fresh array on the current stream."""
+        if not array.size:
+            return
+        world, block = self._world, array._block
+        stream = self._driver.current_stream()
+        if world.recording is not None:
+            world.recording.keep(array)
+            world.recording.before_replay(block.enter)
+        elif self._driver.recorded_elsewhere(stream):
+            hold(world, block)
+        block.enter(stream)
+        self._driver.fill(array._address, 0, array.nbytes, stream)
+
     def source(self, producer: Any, stream: int) -> Imported:
         """Memory of a NumPy array or DLPack producer, ready for a copy on `stream`."""
         # a stream that is recorded cannot wait for what runs now
@@ -95,7 +109,9 @@ class Copies:
             source = dlpack.import_array(packed)
         if target.is_contiguous:
             with self._world.surfacing():
-                self._driver.copy_in(target._address, source.address, target.nbytes, stream)
+                self._driver.copy_in(
+                    target._address, source.address, target.nbytes, stream, source.owner
+                )
             return
         strides = dlpack.row_major(source.shape, size)
         if self._driver.info.dlpack_type == dlpack.CPU:
@@ -148,7 +164,10 @@ class Copies:
             for used in block.last:
                 if used != consumer and not self._is_recorded(used):
                     follow(self._driver, used, consumer)
-            if self._driver.left_at(consumer) is None:
+            self._driver.instead_of(self._world.stream.own)  # from now on PyTorch's is known
+            if self._driver.left_at(consumer) is not None:
+                block.scatter()
+            else:
                 block.last[:] = [*(s for s in block.last if s not in (consumer, NOWHERE)), consumer]
 
     def _is_pending(self, block: Block) -> bool:

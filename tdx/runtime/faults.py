@@ -5,6 +5,7 @@ Layouts: tdx/abi.py. A fault is sticky: the first one is kept, and every later c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -109,7 +110,8 @@ class Faults:
 
     def halt(self) -> None:
         """Make every wait of a running kernel give up at once."""
-        self._world.driver.poke(self.address + 8 * abi.CONTROL_FAULT, abi.FAULT_HOST)
+        with contextlib.suppress(TdxError):  # on a device that has failed nothing runs any more
+            self._world.driver.poke(self.address + 8 * abi.CONTROL_FAULT, abi.FAULT_HOST)
 
     def _exception(self) -> TdxError:
         with self._lock:
@@ -215,8 +217,11 @@ class Faults:
     def _end_process(self, lost: frozenset[int]) -> None:
         """End the job as `on_peer_failure="abort"` asks for; one rank says why."""
         page = self._world.channels.page
-        speaker = self._world.rank + 1
-        if page is None or page.settle(ABORT_QUESTION, speaker, _WATCH_S) == speaker:
+        speaker = chosen = self._world.rank + 1
+        if page is not None:
+            with contextlib.suppress(TdxError):  # who has the lock may be stopped
+                chosen = page.settle(ABORT_QUESTION, speaker, _WATCH_S)
+        if chosen == speaker:
             sys.stderr.write(f"tdx: {self._lost(lost)}: ending the job (on_peer_failure)\n")
             sys.stderr.flush()
         else:

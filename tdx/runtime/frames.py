@@ -7,6 +7,7 @@ the text of the operation followed by its payload. A descriptor travels with the
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -173,6 +174,10 @@ class Link:
             except ConnectionError:
                 self._drop_out()  # the end shows when reading, after what the peer still said
                 return
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:
+                    return  # as many descriptors are on their way as the user may have open
+                raise
             if fd is not None:
                 os.close(fd)
             if sent == len(view):

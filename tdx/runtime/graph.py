@@ -6,6 +6,7 @@ On a GPU a CUDA or HIP graph; on the host tier a recorded list, with the same ru
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -35,13 +36,18 @@ class Graph:
         self._stream = world.driver.chosen() or world.stream.own
         self._is_ours = world.driver.owns(self._stream)  # others do not tell when they close one
         self._handle = 0
+        self._thread = 0  # that records
         self._keep: list[Any] = []
         self._before: list[Callable[[int], None]] = []
         self._calls: Counter[Usage] = Counter()
         weakref.finalize(self, _count, self._keep, -1).atexit = False
 
     def keep(self, *objects: Any) -> None:
-        """Hold objects as long as the graph lives; arrays among them cannot be freed before."""
+        """Hold objects as long as the graph lives; arrays among them cannot be freed before.
+
+        Raises as `check_thread`.
+        """
+        self.check_thread()
         self._keep.extend(objects)
         _count(objects, 1)
 
@@ -49,6 +55,14 @@ class Graph:
         """Call `join(stream)` before each replay: work outside the graph comes first."""
         if join not in self._before:
             self._before.append(join)
+
+    def check_thread(self) -> None:
+        """Raise InvalidArgument in a thread that does not record: nobody would expect it here."""
+        if self._thread != threading.get_ident():
+            raise InvalidArgument(
+                "another thread records a graph of this world: wait until its block has ended, or "
+                "make the call there"
+            )
 
     def counts(self, usage: Usage) -> None:
         """Each replay makes one more call."""
@@ -58,11 +72,14 @@ class Graph:
         """End the recording and drop what it holds."""
         world = self._world
         world.recording = None
+        self._let_go()
+        with contextlib.suppress(TdxError):
+            world.driver.graph_destroy(world.driver.capture_end(self._stream))
+
+    def _let_go(self) -> None:
         _count(self._keep, -1)
         for held in (self._keep, self._before, self._calls):
             held.clear()
-        with contextlib.suppress(TdxError):
-            world.driver.graph_destroy(world.driver.capture_end(self._stream))
 
     def __enter__(self) -> Graph:
         world = self._world
@@ -70,6 +87,7 @@ class Graph:
         if self._handle:
             raise InvalidArgument("a graph is recorded once; make a new one with tdx.graph(world)")
         world.driver.capture_begin(self._stream)
+        self._thread = threading.get_ident()
         world.recording = self
         return self
 
@@ -86,7 +104,11 @@ class Graph:
         if world.closed:
             world.check()  # raises
         world.recording = None
-        self._handle = world.driver.capture_end(self._stream)
+        try:
+            self._handle = world.driver.capture_end(self._stream)
+        except TdxError:
+            self._let_go()
+            raise
         finalizer = weakref.finalize(self, world.driver.graph_destroy, self._handle)
         finalizer.atexit = False
 
@@ -144,7 +166,7 @@ def graph(world: World) -> Graph:
 
     Records what goes to the current stream (the world's, unless inside `world.on`) and to streams
     that join it by events, which must have been joined back at the end. Nothing may synchronise
-    or make a plan inside; functions that were called so before are fine. Raises InvalidArgument
-    when a recording is open already.
+    or make a plan inside; functions that were called so before are fine. No other thread may call
+    the world meanwhile. Raises InvalidArgument when a recording is open already.
     """
     return Graph(world)

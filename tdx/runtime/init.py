@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdx.runtime import backends
 from tdx.runtime.checks import as_float, as_int
-from tdx.runtime.closing import close
+from tdx.runtime.closing import close, disown
 from tdx.runtime.comm import Comm, close_comm, open_comm
 from tdx.runtime.config import config
 from tdx.runtime.errors import DriverError, InvalidArgument, TdxError
@@ -85,15 +85,25 @@ def current_world() -> World | None:
 @atexit.register
 def _at_exit() -> None:
     """A process that ends with an open world must not leave its device thread running."""
-    world = current_world()
-    if world is None:
+    world = _open
+    if world is not None and world.process != os.getpid():
+        return  # a forked copy: the end of the rank is not its
+    if world is None or world.closed:
         leave_out_if_damaged()
-    elif world.process == os.getpid():  # not in a forked copy
+    else:
         text = f"{world} was left open at exit: close it, or use `with tdx.init() as world:`"
         with contextlib.suppress(TdxError):
             close(world, meet=False)
         leave_out_if_damaged()
         warnings.warn(text, ResourceWarning, stacklevel=2)  # last: it may be made an error
+
+
+def _after_fork() -> None:
+    if _open is not None and not _open.closed:
+        disown(_open)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _make(comm: Comm, *settings: Any, device: int | None = None) -> World:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections import deque
@@ -17,12 +16,13 @@ if TYPE_CHECKING:
     from tdx.runtime.world import World
 
 __all__ = [
-    "DEFAULT_STREAM", "NOWHERE", "Event", "Here", "InFlight", "Stream", "Streams", "after",
-    "before_which", "finished", "follow", "order", "stream_handle",
+    "ANYWHERE", "DEFAULT_STREAM", "NOWHERE", "Event", "Here", "InFlight", "Stream", "Streams",
+    "after", "before_which", "finished", "follow", "order", "stream_handle",
 ]  # fmt: skip
 
 DEFAULT_STREAM = 1  # the default stream's other name: 0 also means that no stream is given
 NOWHERE = -1  # where memory was used that has not been used
+ANYWHERE = -2  # where a consumer used it who does not say
 
 
 class Here(threading.local):
@@ -150,50 +150,71 @@ class Streams:
             stream.close()
 
 
+class _Held:
+    """Owners of memory that a call on `stream` reads, and an event behind it, 0 for none."""
+
+    def __init__(self, owners: list[Any], stream: int):
+        self.owners, self.stream, self.event = owners, stream, 0
+        self.thread = threading.current_thread()
+        self.queued = False  # for certain: the thread has come back since
+
+
 class InFlight:
     """Memory of owners who show no stream, held while work that they do not know of reads it."""
 
     def __init__(self, driver: Driver):
         self._driver = driver
-        self._held: deque[tuple[list[Any], int, list[int]]] = deque()  # owners, stream, event
+        self._held: deque[_Held] = deque()
+        self._lock = threading.RLock()
 
     def hold(self, owners: list[Any], stream: int) -> None:
-        """Until the call that is queued next on `stream` is done. Lets go of what is done by now.
+        """Until the call that this thread queues next on `stream` is done.
 
-        Calls are looked at from the first on, up to one that is not done.
+        Lets go of what is done by now, from the first on, up to what is not.
         """
-        held, driver = self._held, self._driver
-        if not any(map(driver.recorded_elsewhere, {used for _, used, _ in held})):  # else not now
-            if held and not held[-1][2] and driver.left_at(held[-1][1]) is None:
-                _, used, event = held[-1]
-                event.append(driver.event_create(timing=False))
-                driver.event_record(event[0], used)
-            done = True
-            while done and held:
-                with contextlib.suppress(IndexError):  # another thread may get there first
-                    entry = held.popleft()
-                    done = self._is_done(entry[1], entry[2])
-                    if not done:
-                        held.appendleft(entry)
-        held.append((owners, stream, []))
+        thread = threading.current_thread()
+        done = []  # goes when the lock is free: owners do what they like then
+        with self._lock:
+            for entry in reversed(self._held):
+                if entry.thread is thread:
+                    self._follow(entry)
+                    break
+            while self._held and self._is_done(self._held[0], thread):
+                done.append(self._held.popleft())
+            self._held.append(_Held(owners, stream))
 
-    def _is_done(self, stream: int, event: list[int]) -> bool:
-        if not event:
-            return finished(self._driver, stream)
-        if not self._driver.event_query(event[0]):
+    def _follow(self, entry: _Held) -> None:
+        """The entry's call has been queued: put an event behind it, if it has none."""
+        driver, stream = self._driver, entry.stream
+        if not entry.queued and driver.left_at(stream) is None:
+            if driver.recorded_elsewhere(stream):
+                return  # the event would belong to the recording
+            entry.event = driver.event_create(timing=False)
+            driver.event_record(entry.event, stream)
+        entry.queued = True
+
+    def _is_done(self, entry: _Held, thread: threading.Thread) -> bool:
+        driver, stream = self._driver, entry.stream
+        if not (entry.queued or entry.thread is thread) and entry.thread.is_alive():
             return False
-        self._driver.event_destroy(event.pop())
-        return True
+        if entry.event:
+            if not driver.event_query(entry.event):
+                return False
+            driver.event_destroy(entry.event)
+            entry.event = 0
+            return True
+        return finished(driver, stream)
 
     def release(self, stream: int | None = None) -> None:
-        """What was queued before on `stream`, or on all, is done."""
-        for _ in range(len(self._held)):
-            with contextlib.suppress(IndexError):
-                owners, used, event = self._held.popleft()
-                if stream not in (None, used):
-                    self._held.append((owners, used, event))
-                elif event:
-                    self._driver.event_destroy(event.pop())
+        """What this thread has queued on `stream`, or anywhere, is done."""
+        thread = threading.current_thread()
+        with self._lock:
+            every = [*self._held]
+            done = [e for e in every if e.thread is thread and stream in (None, e.stream)]
+            self._held = deque(entry for entry in every if entry not in done)
+            for entry in done:
+                if entry.event:
+                    self._driver.event_destroy(entry.event)
 
 
 def order(driver: Driver, before: int, after: int) -> None:
@@ -232,12 +253,15 @@ def follow(driver: Driver, used: int, stream: int) -> None:
 
 
 def finished(driver: Driver, used: int) -> bool:
-    """Whether what tdx has queued on stream `used`, which may be gone, is done."""
-    if used == NOWHERE:
-        return True
+    """Whether what tdx has queued on stream `used`, which may be gone, is done.
+
+    Not while the stream is recorded.
+    """
+    if used in (NOWHERE, ANYWHERE):
+        return used == NOWHERE
     event = driver.left_at(used)
     if event is None:
-        return driver.stream_query(used)
+        return not driver.capturing(used) and driver.stream_query(used)
     return not event or driver.event_query(event)
 
 

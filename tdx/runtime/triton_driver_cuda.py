@@ -137,14 +137,22 @@ class Shim:
         active.set_active(shim)
         install_device_library()
         self._scratch: dict[int, list[tuple[int, int]]] = {}  # stream -> (address, bytes), growing
-        self._allocator = _allocation._allocator.get()
+        self._allocator: Any = _allocation._allocator.get()
+        self._open = True
         triton.set_allocator(self._allocate)
+
+    def enter_thread(self) -> None:
+        """Triton knows an allocator for each thread: this one may have none yet."""
+        if self._open and isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+            triton.set_allocator(self._allocate)
 
     def _allocate(self, nbytes: int, alignment: int, stream: int | None) -> int:
         """Scratch memory for descriptors a kernel makes; one piece a stream.
 
         Outgrown pieces are kept as well: a recorded graph may use them in each replay.
         """
+        if not self._open:  # another thread has closed the world
+            return int(self._allocator(nbytes, alignment, stream))
         stream = stream or 0
         pieces = self._scratch.setdefault(stream, [])
         size = pieces[-1][1] if pieces else 0
@@ -159,6 +167,7 @@ class Shim:
             for address, _ in pieces:
                 self._driver.free(address, stream)
         self._scratch.clear()
+        self._open = False
         remove_device_library()
         triton.set_allocator(self._allocator)
         triton.runtime.driver._active = self._previous

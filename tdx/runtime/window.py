@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tdx import abi
 from tdx.runtime.errors import HeapExhausted
 from tdx.runtime.heap import Heap, HeapFull, format_bytes
-from tdx.runtime.stream import finished
+from tdx.runtime.stream import NOWHERE, finished
 from tdx.runtime.undo import Undo
 
 if TYPE_CHECKING:
@@ -284,7 +284,10 @@ class Region:
         """As _reclaim_idle, after the queued work and a garbage collection."""
         window = self.window
         what = f"{self.name} heap waits at {full.requested} bytes"
+        dropped = [self._last[offset] for offset in self.heap.dropped()]
         window.channel.together(window.driver.synchronize, what, self.ranks)
+        for last in dropped:
+            last[:] = [NOWHERE]
         gc.collect()
         return self._reclaim_idle(full)
 

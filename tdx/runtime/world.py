@@ -18,7 +18,6 @@ from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies, host_array
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
 from tdx.runtime.faults import Faults
-from tdx.runtime.graph import hold
 from tdx.runtime.group import Group, Team, agree_on_team, make_handle
 from tdx.runtime.mpi_access import mpi_access
 from tdx.runtime.recovery import recover
@@ -166,7 +165,7 @@ class World(Group):
         `world.barrier()` before the first kernel that lets peers do so.
         """
         array = self.empty(shape, dtype, symmetric, name)
-        self._fill_zero(array)
+        self.copies.fill_zero(array)
         return array
 
     def array(self, source: Any, symmetric: bool = True, name: str | None = None) -> Array:
@@ -190,7 +189,7 @@ class World(Group):
         block = self._symmetric(self.runtime_regions.of(group), nbytes, label, site)
         strides = dlpack.row_major(shape, dtype.itemsize)
         array = Array(self, block, block.address, shape, strides, dtype)
-        self._fill_zero(array)
+        self.copies.fill_zero(array)
         return array
 
     def usage_of_plan(self, group: Group, call: str) -> Usage:
@@ -208,16 +207,6 @@ class World(Group):
         """Let messages name the signals of a block, at `offset` of the heap, by `site`."""
         self._sites.add(offset, block.nbytes, site)
         weakref.finalize(block, self._sites.remove, offset, site).atexit = False
-
-    def _fill_zero(self, array: Array) -> None:
-        if array.size:
-            stream = self.driver.current_stream()
-            if self.recording is not None:
-                self.recording.keep(array)
-            elif self.driver.recorded_elsewhere(stream):
-                hold(self, array._block)
-            array._block.enter(stream)
-            self.driver.fill(array._address, 0, array.nbytes, stream)
 
     def register(self, array: Any) -> Array:
         """Memory of somebody else as a symmetric array: contiguous, writable. Collective.
@@ -347,6 +336,11 @@ class World(Group):
             raise Closed(
                 "this world was given up by world.recover(): use the new one, with arrays, plans "
                 "and graphs of its own"
+            )
+        if self.process != os.getpid():
+            raise Closed(
+                f"this process was forked from rank {self.rank}, whose world it is; start it anew "
+                'instead: multiprocessing.get_context("spawn")'
             )
         if self.closed:
             raise Closed("the world is closed; call tdx.init() for a new one")

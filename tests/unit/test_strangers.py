@@ -108,7 +108,7 @@ def test_another_user_is_not_heard(monkeypatch, abstract):
 HEAP_OF_ANOTHER = """
 import ctypes, os, numpy as np, tdx
 
-def reach(world, x):
+def reach(address):
     pid, refused = os.getppid(), []
     os.setgid(65534)
     os.setuid(65534)
@@ -122,7 +122,7 @@ def reach(world, x):
     assert refused == targets, (targets, refused)
     data = ctypes.create_string_buffer(8)
     here = (ctypes.c_uint64 * 2)(ctypes.addressof(data), 8)
-    there = (ctypes.c_uint64 * 2)(x.data_ptr(), 8)
+    there = (ctypes.c_uint64 * 2)(address, 8)
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.process_vm_readv(pid, here, 1, there, 1, 0) == -1
     assert ctypes.get_errno() == 1, ctypes.get_errno()  # EPERM
@@ -132,10 +132,11 @@ with tdx.init(backend="host") as world:
     FDS = [held]
     x = world.array(np.arange(8))
     world.synchronize()
+    address = x.data_ptr()
     # a stranger: of another user, and without what this process was given
     if (pid := os.fork()) == 0:
         try:
-            reach(world, x)
+            reach(address)
         except BaseException as error:
             print(repr(error), flush=True)
             os._exit(1)

@@ -176,11 +176,17 @@ class Driver(Protocol):
         `keep` is held until the copy is done, where memory is not freed in stream order.
         """
 
-    def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Host memory to the device in stream order; returns when `src` may be reused."""
+    def copy_in(self, dst: int, src: int, nbytes: int, stream: int, keep: object = None) -> None:
+        """Host memory to the device in stream order; returns when `src` may be reused.
 
-    def copy_out(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Device to host memory in stream order; returns when `dst` holds the data."""
+        `keep`: its owner, held until the copy is done where an interrupted call leaves it queued.
+        """
+
+    def copy_out(self, dst: int, src: int, nbytes: int, stream: int, keep: object = None) -> None:
+        """Device to host memory in stream order; returns when `dst` holds the data.
+
+        `keep`: as for `copy_in`.
+        """
 
     def read(self, dst: int, src: int, nbytes: int) -> None:
         """Device to host memory when no work is queued any more; also after `close`."""

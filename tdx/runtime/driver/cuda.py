@@ -41,6 +41,7 @@ class CudaDriver(CudaMemory):
         self._lasting = set(DEFAULT_STREAMS)  # streams that are there until the driver is closed
         # other streams -> the event after their last work
         self._marks: OrderedDict[int, int] = OrderedDict()
+        self._marking = threading.RLock()
         self._events: set[int] = set()
         self._graphs: set[int] = set()
         self._recording = 0
@@ -84,7 +85,7 @@ class CudaDriver(CudaMemory):
         attempt(self._free_spare)
         for stream in list(self._streams):
             attempt(self._end_stream, stream)
-        attempt(self._return_late, len(self._late), True)
+        attempt(self._return_idle)
         self._closed = True
         self._leave()
         attempt(self._last_gone)
@@ -94,9 +95,7 @@ class CudaDriver(CudaMemory):
     def synchronize(self) -> None:
         if self._recording:
             self._refuse_recorded("waiting for the GPU", self._recording)
-        late = len(self._late)  # what comes while this waits may be in use
-        self.wait_for_all()
-        self._return_late(late, idle=True)
+        self._return_idle()
 
     def abandon(self) -> None:
         """Kernels end by themselves once the fault word stands; here they are waited for."""
@@ -195,10 +194,11 @@ class CudaDriver(CudaMemory):
         at = stream if at is None else at
         if stream in self._lasting or (not self.owns(at) and self.capturing(at)):
             return
-        event = self._marks.get(stream) or self._new_mark()
-        self.event_record(event, at)
-        self._marks[stream] = event
-        self._marks.move_to_end(stream)
+        with self._marking:
+            event = self._marks.get(stream) or self._new_mark()
+            self.event_record(event, at)
+            self._marks[stream] = event
+            self._marks.move_to_end(stream)
 
     def left_at(self, stream: int) -> int | None:
         # CUDA gives the handle of a destroyed stream to a new one when its work is done
@@ -250,7 +250,7 @@ class CudaDriver(CudaMemory):
             graph = self._call("ending the recording of a graph", cu.cuStreamEndCapture, stream)
         finally:
             self._recording = 0
-            self._return_late(len(self._late), idle=False)
+            self._return_late(self._take_late(), idle=False)
         try:
             made = int(self._call("making a graph", cu.cuGraphInstantiate, graph, 0))
         finally:
@@ -317,6 +317,8 @@ class CudaDriver(CudaMemory):
             return self.here.stream
         except AttributeError:  # this thread's first work, which needs the context
             self.bind_thread()
+            if self._shim is not None:
+                self._shim.enter_thread()
             self.here.stream = 0
             return 0
 

@@ -1,43 +1,29 @@
-"""Memory of the CUDA driver: the symmetric window's mappings, local memory, copies."""
+"""Local memory of the CUDA driver, in stream order, and copies."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from tdx import abi
-from tdx.runtime.driver.cuda_device import PER_THREAD_STREAM, CudaDevice, call, cu
+from tdx.runtime.driver.cuda_device import PER_THREAD_STREAM, call, cu
 from tdx.runtime.driver.cuda_staging import LARGE, Staging
-from tdx.runtime.driver.neighbours import memory_remedies
-from tdx.runtime.errors import HeapExhausted, InvalidArgument, TdxError, Unsupported
+from tdx.runtime.driver.cuda_window import DEVICE, PINNED, CudaWindow
+from tdx.runtime.errors import HeapExhausted, InvalidArgument
 from tdx.runtime.stream import DEFAULT_STREAM
 
 __all__ = ["CudaMemory"]
 
-_FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-_DEVICE = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-_PINNED = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-_DEVICE_KIND, _FD_KIND = int(_DEVICE), int(_FD)
-# what the driver answers for addresses that it does not know, or that cuMemCreate is not behind
-_NOT_MAPPED = (1, 500, 800, 801)  # invalid value, not found, not permitted, not supported
-_EXPORTABLE = (
-    "a GPU can share memory of cuMemCreate with POSIX file descriptors. PyTorch allocates such "
-    "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, set before its first allocation; CuPy "
-    "with such an allocator in cupy.cuda.set_allocator; ncclMemAlloc gives it. Not so cudaMalloc "
-    "and cudaMallocAsync, and what JAX allocates by default: copy that, world.array(x)"
-)
 _UNIT = 512  # bytes: sizes are rounded up, so that freed memory fits the next allocation
 _SPARE_BYTES = 64 << 20  # freed memory that is kept at hand
+_LATE_BYTES = 256 << 20  # that only an idle GPU shows to be free; of more it is waited for
 _KEEP_ALL = 2**63  # bytes a pool keeps for its next allocations
 
 
-class CudaMemory(CudaDevice):
-    """The verbs of memory. The driver, which is derived from it, has the streams."""
+class CudaMemory(CudaWindow):
+    """The verbs of local memory. The driver, which is derived from it, has the streams."""
 
-    _closed: bool
     _streams: set[int]  # our own
     _lasting: set[int]  # those and others that stay
     _side: int  # a stream that no graph records
@@ -45,18 +31,7 @@ class CudaMemory(CudaDevice):
 
     def __init__(self, local_rank: int, local_size: int):
         super().__init__(local_rank, local_size)
-        self._property = cu.CUmemAllocationProp()
-        self._property.type = _PINNED
-        self._property.location.type = _DEVICE
-        self._property.location.id = self.info.index
-        self._property.requestedHandleTypes = _FD
-        self._access = cu.CUmemAccessDesc()
-        self._access.location.type = _DEVICE
-        self._access.location.id = self.info.index
-        self._access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._staging = Staging(self)
-        self._reserved: set[int] = set()
-        self._allocated: dict[int, int] = {}  # address -> bytes
         # freed memory for the next allocation of its size on its stream, without the driver
         self._spare: dict[tuple[int, int], list[int]] = {}
         self._spare_bytes = 0
@@ -66,8 +41,8 @@ class CudaMemory(CudaDevice):
     def _open_pool(self) -> None:
         """A pool of our own: how much it keeps is no other library's business."""
         properties = cu.CUmemPoolProps()
-        properties.allocType = _PINNED
-        properties.location.type = _DEVICE
+        properties.allocType = PINNED
+        properties.location.type = DEVICE
         properties.location.id = self.info.index
         self._pool = call("making the memory pool", cu.cuMemPoolCreate, properties)
         self._teardown.add(call, "closing the memory pool", cu.cuMemPoolDestroy, self._pool)
@@ -101,121 +76,6 @@ class CudaMemory(CudaDevice):
                 "`with tdx.graph(...)` block, or the recording of another library"
             )
 
-    # ---- virtual memory: the symmetric window
-    def granularity(self) -> int:
-        option = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        return int(
-            call("asking for page sizes", cu.cuMemGetAllocationGranularity, self._property, option)
-        )
-
-    def default_stride(self) -> int:
-        return max(abi.MIN_STRIDE_BYTES, 2 << (self.info.memory_bytes - 1).bit_length())
-
-    def mem_create(self, nbytes: int) -> int:
-        args = (f"allocating {nbytes} bytes for the heap", cu.cuMemCreate, nbytes, self._property)
-        try:
-            return int(call(*args, 0))
-        except HeapExhausted:
-            self._make_room()
-        try:
-            return int(call(*args, 0))
-        except HeapExhausted as error:
-            remedy = "pass a smaller heap_bytes= to tdx.init"
-            raise self._exhausted(f"heap: {nbytes} bytes", remedy) from error
-
-    def _exhausted(self, what: str, remedy: str) -> HeapExhausted:
-        free, total = self._call("asking for free memory", cu.cuMemGetInfo)
-        return HeapExhausted(
-            f"{what}: out of device memory, {free} of {total} bytes are free; {remedy}. "
-            f"{memory_remedies()}"
-        )
-
-    def mem_export(self, handle: int) -> int:
-        return int(call("exporting memory", cu.cuMemExportToShareableHandle, handle, _FD, 0))
-
-    def mem_import(self, fd: int, nbytes: int) -> int:
-        what = (
-            "importing a rank's memory (all ranks must see the GPUs of all: no "
-            "CUDA_VISIBLE_DEVICES of one GPU per rank)"
-        )
-        return int(call(what, cu.cuMemImportFromShareableHandle, fd, _FD))
-
-    def mem_release(self, handle: int) -> None:
-        call("releasing memory", cu.cuMemRelease, handle)
-
-    def addr_reserve(self, nbytes: int) -> int:
-        what = f"reserving {nbytes} bytes of addresses"
-        address = int(call(what, cu.cuMemAddressReserve, nbytes, self.granularity(), 0, 0))
-        self._reserved.add(address)
-        return address
-
-    def addr_free(self, address: int, nbytes: int) -> None:
-        if self._forked():
-            return
-        self._reserved.discard(address)
-        with self._borrowed():
-            try:
-                call("giving addresses back", cu.cuMemAddressFree, address, nbytes)
-            finally:
-                self._last_gone()
-
-    def mem_map(self, address: int, nbytes: int, handle: int) -> None:
-        call("mapping memory", cu.cuMemMap, address, nbytes, 0, handle, 0)
-        try:
-            # a peer's memory needs access rights for the own device just as the own does
-            what = (
-                "gaining access to a rank's memory (GPUs that cannot reach each other? see "
-                "`nvidia-smi topo -p2p r`)"
-            )
-            call(what, cu.cuMemSetAccess, address, nbytes, [self._access], 1)
-        except BaseException:
-            with contextlib.suppress(TdxError):
-                self.mem_unmap(address, nbytes)
-            raise
-
-    def mem_unmap(self, address: int, nbytes: int) -> None:
-        if not self._forked():
-            call("unmapping memory", cu.cuMemUnmap, address, nbytes)
-
-    def mem_find(self, address: int, nbytes: int) -> list[tuple[int, int]]:
-        pieces = []
-        at = address
-        while at < address + nbytes:
-            what = f"looking up the memory at {at:#x}"
-            start, size = self._foreign(what, cu.cuMemGetAddressRange, at)
-            pieces.append((int(start), int(size)))
-            at = int(start) + int(size)
-        self.mem_release(self.mem_retain(address))
-        return pieces
-
-    def mem_retain(self, address: int) -> int:
-        what = f"exporting the memory at {address:#x}"
-        handle = int(self._foreign(what, cu.cuMemRetainAllocationHandle, address))
-        try:
-            found = self._call(what, cu.cuMemGetAllocationPropertiesFromHandle, handle)
-            # as plain numbers: the binding has no name for a combination of kinds
-            numbers = (ctypes.c_int * 4).from_address(int(found.getPtr()))
-            _, kinds, place, device = numbers
-            if place != _DEVICE_KIND or device != self.info.index:
-                where = f"on GPU {device}" if place == _DEVICE_KIND else "not on a GPU"
-                raise Unsupported(
-                    f"{what}: it is {where}, and this rank's world on GPU {self.info.index}"
-                )
-            if not kinds & _FD_KIND:
-                raise Unsupported(f"{what}: it was allocated without descriptors; {_EXPORTABLE}")
-        except BaseException:
-            self.mem_release(handle)
-            raise
-        return handle
-
-    def _foreign(self, what: str, verb: Callable[[int], tuple[Any, ...]], address: int) -> Any:
-        """As `_call`; Unsupported where no exportable memory is mapped at the address."""
-        self.bind_thread()
-        result = verb(address)
-        if int(result[0]) in _NOT_MAPPED:
-            raise Unsupported(f"{what}: it cannot be exported; {_EXPORTABLE}")
-        return call(what, lambda: result)
-
     # ---- local memory
     def alloc(self, nbytes: int, stream: int) -> int:
         nbytes = -(-nbytes // _UNIT) * _UNIT
@@ -230,6 +90,8 @@ class CudaMemory(CudaDevice):
                 return address
         # memory must not become part of a graph that is recorded
         recorded = bool(self._recording) or self.recorded_elsewhere(stream)
+        if not recorded and self._late and self._late_bytes() > _LATE_BYTES:
+            self._return_idle()
         taker = self._side if recorded else stream
         try:
             address = self._taken(nbytes, taker)
@@ -298,34 +160,52 @@ class CudaMemory(CudaDevice):
         """Give spare memory back to the pool, all or that of one stream."""
         for nbytes, stream in list(self._spare):
             if of_stream is None or of_stream == stream:
-                for address in self._spare.pop((nbytes, stream)):
-                    self._spare_bytes -= nbytes
-                    self._free_on(address, stream)
+                addresses = self._spare.get((nbytes, stream), [])
+                with contextlib.suppress(IndexError):  # other threads take from it and add to it
+                    while True:
+                        address = addresses.pop()
+                        self._spare_bytes -= nbytes
+                        self._free_on(address, stream)
 
-    def _return_late(self, count: int, idle: bool) -> None:
-        for _ in range(count):
-            with contextlib.suppress(IndexError):  # a finalizer may get there first
-                address, stream = self._late.popleft()
-                if not self._try_free(address, stream, idle):
-                    self._late.append((address, stream))
+    def _late_bytes(self) -> int:
+        return sum(self._allocated.get(address, 0) for address, _ in [*self._late])
+
+    def _take_late(self) -> list[tuple[int, int]]:
+        """What waits to be returned, no longer in the list: threads must not return it twice."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._late.popleft())
+        return taken
+
+    def _return_late(self, late: list[tuple[int, int]], idle: bool) -> None:
+        while late:
+            address, stream = late.pop()
+            try:
+                returned = self._try_free(address, stream, idle)
+            except BaseException:
+                self._late.extend([*late, (address, stream)])
+                raise
+            if not returned:
+                self._late.append((address, stream))
+
+    def _return_idle(self) -> None:
+        """Wait for the GPU and return what has waited for that; not what came meanwhile."""
+        late = self._take_late()
+        try:
+            self.wait_for_all()
+        except BaseException:
+            self._late.extend(late)
+            raise
+        self._return_late(late, idle=True)
 
     def _make_room(self) -> None:
         """Return to the device all memory that is not in use."""
         if not self._recording:
-            late = len(self._late)
-            self.wait_for_all()
+            self._return_idle()
             self._free_spare()
-            self._return_late(late, idle=True)
             self.wait_for_all()  # the pool trims what it has seen freed
             self._call("trimming the memory pool", cu.cuMemPoolTrimTo, self._pool, 0)
-
-    def _last_gone(self) -> None:
-        """After `close`, the last memory that somebody still held takes the context with it."""
-        if self._closed and not (self._allocated or self._reserved):
-            self.bind_thread()
-            failures = self._teardown.rollback()
-            if failures:
-                raise failures[0]
 
     def host_alloc(self, nbytes: int) -> int:
         flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
@@ -343,7 +223,7 @@ class CudaMemory(CudaDevice):
             self._call("copying", cu.cuMemcpyAsync, dst, src, nbytes, stream)
         self.mark(stream)
 
-    def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+    def copy_in(self, dst: int, src: int, nbytes: int, stream: int, keep: object = None) -> None:
         self._refuse_recorded("copying from the host", stream)
         if nbytes >= LARGE:
             self._staging.copy_in(dst, src, nbytes, stream, self._copy_in)
@@ -351,7 +231,7 @@ class CudaMemory(CudaDevice):
             self._copy_in(dst, src, nbytes, stream)
         self.stream_synchronize(stream)
 
-    def copy_out(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+    def copy_out(self, dst: int, src: int, nbytes: int, stream: int, keep: object = None) -> None:
         self._refuse_recorded("copying to the host", stream)
         if nbytes >= LARGE:
             self._staging.copy_out(dst, src, nbytes, stream, self._copy_out)

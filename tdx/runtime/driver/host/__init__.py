@@ -109,6 +109,8 @@ class HostDriver(HostMemory):
 
     def free(self, address: int, stream: int, others: Sequence[int] = ()) -> None:
         block = self._local.pop(address, None)
+        if self.device.forked:
+            return
         for number in (stream, *others):
             handle = self.device.streams.get(number)
             if block is not None and handle is not None and handle.queue:
@@ -123,8 +125,8 @@ class HostDriver(HostMemory):
     def copy(self, dst: int, src: int, nbytes: int, stream: int, keep: Any = None) -> None:
         self.device.enqueue(stream, lambda: Call(partial(_copy, dst, src, nbytes, keep)))
 
-    def copy_in(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self.copy(dst, src, nbytes, stream)
+    def copy_in(self, dst: int, src: int, nbytes: int, stream: int, keep: Any = None) -> None:
+        self.copy(dst, src, nbytes, stream, keep)
         self.device.synchronize_stream(stream)
 
     copy_out = copy_in

@@ -117,6 +117,7 @@ class Device:
         self.running: Any = None  # the fibre that runs now, set by kernel.py
         self.random = random.Random(config.host_seed) if config.host_seed else None
         self._handles = iter(range(16, 1 << 62))  # below are names of a GPU's default streams
+        self._process = os.getpid()
         self._stopping = False
         self._abandoning = False
         self._thread: threading.Thread | None = None
@@ -142,6 +143,11 @@ class Device:
             self.changed.notify_all()
             while self._abandoning:
                 self.changed.wait(1.0)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked copy of the process, which has no device thread."""
+        return self._process != os.getpid()
 
     @property
     def on_device_thread(self) -> bool:
