@@ -35,7 +35,7 @@ from tdx.kernels.chunk_product import bind_chunks
 from tdx.kernels.gathering import GatherFirst, Gathering
 from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_of
 from tdx.kernels.matmul import bind_matmul
-from tdx.kernels.operand import check_apart, elements, for_each, operand, overlap
+from tdx.kernels.operand import Operand, check_apart, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import (
     Config,
@@ -218,9 +218,8 @@ class AllGatherMatmul(Plan):
                 vector = product.check_bias(world, biases[i], n, x)
                 right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
                 run = self._consumer(i, y.strides, step_b, vector.dtype, not y.address % 16)
-                others = (y, *(op for op in (vector, right, left) if op is not x))
-                check_apart(self.operation, to, *others, *(p[2] for p in products))
                 products.append((run, y, to, vector, right))
+            self._check_apart(x, left, products)
             handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
             self._called_on = handle
         except Exception as error:
@@ -238,6 +237,25 @@ class AllGatherMatmul(Plan):
             self._gathering.join(handle)
         results = [mine if o is None else o for mine, o in zip(self._outs, outs, strict=True)]
         return results[0] if self._single else tuple(results)
+
+    def _check_apart(self, x: Operand, left: Operand, products: list[Any]) -> None:
+        """Refuse results over what a later product reads, and operands in the gathered rows."""
+        outs = [to for _, _, to, _, _ in products]
+        read = [y for _, y, _, _, _ in products]
+        # x stands in for what there is not
+        read += [op for p in products for op in p[3:] if op is not x]
+        if left is not x:
+            read.append(left)
+        for i, to in enumerate(outs):
+            check_apart(self.operation, to, *read, *outs[:i])
+        (gathered,) = self._shown
+        end = gathered.address + elements(gathered.shape) * gathered.dtype.itemsize
+        for op in (*read, *outs):
+            if gathered.address <= op.address < end:
+                raise InvalidArgument(
+                    f"{self.operation}: the array of shape {op.shape} lies in the plan's gathered "
+                    "rows, which each call overwrites: pass a copy"
+                )
 
     def _consumer(
         self, i: int, strides: tuple[int, ...], step: int, bias: np.dtype, aligned: bool

@@ -67,10 +67,7 @@ _VECTOR = tl.constexpr(VECTOR)
 
 @dataclass(frozen=True)
 class Config(ReductionConfig):
-    """How an all-reduce runs: see tdx.kernels.reduction.ReductionConfig.
-
-    `algorithm` is "low_latency", "low_latency_two_shot", "one_shot" or "two_shot".
-    """
+    """How an all-reduce runs, by one of `algorithms`: see ReductionConfig."""
 
     algorithms: ClassVar[tuple[str, ...]] = (
         "low_latency",
@@ -218,7 +215,7 @@ class AllReduce(Plan):
             self._numel = elements(self.shape)
             self._columns = self.shape[-1] if self.shape else 1
             adds = bias or residual
-            check_types("all_reduce", self.dtype, self.out_dtype, op, adds)
+            check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch, adds)
             Config.check(config, self.operation)
             travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
             self.config = config or choose(
@@ -280,8 +277,9 @@ class AllReduce(Plan):
                     f"residual={self._has_residual}; pass just those"
                 )
             vector = whole = op  # stand in for what there is not
-            if self._near[0] < to.address - op.address < self._near[1]:
-                check_overlap("all_reduce", op, to, self._in_place, self._sizes)
+            for each in (to, *self._shown):  # peers write to the own buffer whatever `out` is
+                if self._near[0] < each.address - op.address < self._near[1]:
+                    check_overlap("all_reduce", op, each, self._in_place, self._sizes)
             if bias is None and residual is None:
                 handle = self.begin(stream, op, to)
             else:

@@ -30,7 +30,7 @@ from tdx import abi
 from tdx.kernels.copying import copy_share, copy_two_shares
 from tdx.kernels.operand import Operand, byte_units
 from tdx.kernels.plan import Plan
-from tdx.kernels.select import push_block, push_tile
+from tdx.kernels.select import STAGING_BYTES, push_block, push_tile
 from tdx.language.address import masked_peers
 from tdx.runtime.errors import InvalidArgument
 
@@ -39,7 +39,6 @@ __all__ = [
 ]  # fmt: skip
 
 ALIGNMENT = 128  # rounds are multiples of this: of any unit of `byte_units`
-STAGING_LIMIT_BYTES = 64 << 20
 _LANES = tl.constexpr(abi.MAX_RANKS)
 
 
@@ -148,7 +147,7 @@ class Push:
         self._nbytes, self._each = nbytes, each
         self._block, self._warps = push_block(plan.world.backend, nbytes)
         self._blocks = plan.blocks_for(-(-nbytes // self._block))
-        most = STAGING_LIMIT_BYTES // (2 * ranks) // ALIGNMENT * ALIGNMENT
+        most = STAGING_BYTES // (2 * ranks) // ALIGNMENT * ALIGNMENT
         self._round = min(aligned(nbytes), most)
         slots = 1 if nbytes <= self._round else 2
         self._stage = plan.workspace("staging", (slots * ranks * self._round,), np.uint8)

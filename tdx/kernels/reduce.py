@@ -100,7 +100,7 @@ class Reduce(Plan):
             self.dtype = dtypes.resolve(dtype)
             self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
             self.op, self.root = op, self.group.check_rank(root, "root")
-            check_types("reduce", self.dtype, self.out_dtype, op)
+            check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch)
             ranks = self.group.size
             Config.check(config, self.operation)
             self._numel = elements(self.shape)

@@ -196,7 +196,7 @@ class ReduceScatter(Plan):
             self.dtype = dtypes.resolve(dtype)
             self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
             self.op = op
-            check_types("reduce_scatter", self.dtype, self.out_dtype, op)
+            check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch)
             self.out_shape = self._scattered()
             self.result = (self.out_shape, self.out_dtype)
             Config.check(config, self.operation)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.select import power_of_two
+from tdx.kernels.select import MOST_WARPS, power_of_two
 from tdx.runtime import dtypes
 from tdx.runtime.checks import make_ints
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
@@ -32,6 +32,7 @@ __all__ = [
     "widen",
 ]
 
+_MOST_ELEMENTS = 1 << 20  # of a block of Triton
 OPERATIONS = ("sum", "avg", "max", "min")
 
 
@@ -78,6 +79,11 @@ class ReductionConfig:
             value = getattr(self, name)
             if value != power_of_two(value) or value < (2 if name == "block" else 1):
                 raise InvalidArgument(f"{name}={value} must be a power of two")
+        if self.block > _MOST_ELEMENTS or self.num_warps > MOST_WARPS:
+            raise InvalidArgument(
+                f"block={self.block} must be at most {_MOST_ELEMENTS}, and "
+                f"num_warps={self.num_warps} at most {MOST_WARPS}"
+            )
         for name in given:
             value = getattr(self, name)
             if value < 1:
@@ -85,9 +91,12 @@ class ReductionConfig:
 
 
 def check_types(
-    operation: str, dtype: np.dtype, out: np.dtype, op: str, adds: bool = False
+    operation: str, dtype: np.dtype, out: np.dtype, op: str, arch: str, adds: bool = False
 ) -> None:
-    """Raise unless `op` takes `dtype` and may round to `out`; `adds`: bias or residual follow."""
+    """Raise unless `op` takes `dtype` on `arch` and may round to `out`.
+
+    `adds`: bias or residual follow.
+    """
     if op not in OPERATIONS:
         raise InvalidArgument(f"op={op!r} is not one of {', '.join(OPERATIONS)}")
     if dtype.name in ("int32", "int64"):
@@ -104,6 +113,18 @@ def check_types(
         )
     elif not dtypes.is_float(out):
         raise DtypeError(f"{operation} of {dtype}: out_dtype {out} must be a float type")
+    elif dtype.itemsize == 8 and out.itemsize == 1:  # no GPU rounds once from one to the other
+        raise DtypeError(
+            f"{operation} of {dtype}: out_dtype {out} is for inputs of at most 32 bits; pass "
+            "float32, or another out_dtype"
+        )
+    elif arch.startswith("sm_") and int(arch[3:]) < 89:
+        for kind in (dtype, out):
+            if kind.name == "float8_e4m3fn":
+                raise Unsupported(
+                    f"{operation} of {kind} needs sm_89 or later, not {arch}; use float8_e5m2 or "
+                    "bfloat16"
+                )
 
 
 @triton.jit

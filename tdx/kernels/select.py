@@ -14,6 +14,7 @@ __all__ = [
     "CONSTANTS",
     "COSTS",
     "LOW_LATENCY_BYTES",
+    "MOST_WARPS",
     "MOVEMENT",
     "STAGING_BYTES",
     "Constants",
@@ -109,6 +110,7 @@ class Constants:
     summed_bytes: int
 
 
+MOST_WARPS = 32  # of a block, on NVIDIA GPUs; AMD's take 16
 _NEVER = 1 << 62
 # of bfloat16 with 128 rows and a depth of 64 on an H200, all multiprocessors busy
 _TILE_TIMES = {256: 1.0, 128: 0.54, 64: 0.43}
@@ -216,10 +218,11 @@ class Movement:
 # measured on two and four H200: small blocks until all multiprocessors have one, then large ones
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
+_MOVED = Movement(768 << 10, 1536 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20)
 MOVEMENT: dict[str, Movement] = {
     "host": Movement(48 << 10, 48 << 10, "pull", _NEVER, (), 16 << 20),
-    "cuda": Movement(768 << 10, 1536 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20),
-    "hip": Movement(768 << 10, 1536 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20),
+    "cuda": _MOVED,
+    "hip": _MOVED,  # not measured
 }
 
 

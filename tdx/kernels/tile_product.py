@@ -105,7 +105,7 @@ def tile_product(
 def activate(x, ACTIVATION: tl.constexpr):
     """The activation of a float32 block."""
     if ACTIVATION == "relu":
-        x = tl.maximum(x, 0.0)
+        x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "silu":
         x = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":

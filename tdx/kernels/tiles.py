@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tdx.kernels.select import constants, power_of_two, shared_bytes
+from tdx.kernels.select import MOST_WARPS, constants, power_of_two, shared_bytes
 from tdx.runtime.checks import make_ints
 from tdx.runtime.errors import InvalidArgument
 
@@ -57,6 +57,8 @@ class Config:
                 raise InvalidArgument(f"{name}={value} must be a power of two >= 16")
         if self.num_warps < 1 or self.num_warps != power_of_two(self.num_warps):
             raise InvalidArgument(f"num_warps={self.num_warps} must be a power of two")
+        if self.num_warps > MOST_WARPS:
+            raise InvalidArgument(f"num_warps={self.num_warps} must be at most {MOST_WARPS}")
         if self.group_m < 1 or self.num_stages < 1:
             raise InvalidArgument(
                 f"group_m={self.group_m} and num_stages={self.num_stages} must be >= 1"

@@ -37,7 +37,12 @@ class Registry:
         self._start = world.window.stride // 8
         self._heap = Heap(self._start, self._start, world.window.granularity())
         self._held: dict[int, tuple[int, Imported]] = {}  # offset in the heap -> bytes, memory
+        self._blocks: dict[int, weakref.ref[_Registered]] = {}  # offset -> as long as it is in use
         self._count = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything is registered."""
+        return bool(self._held)
 
     def register(self, array: Any) -> Array:
         """See `World.register`."""
@@ -56,15 +61,26 @@ class Registry:
         except BaseException:
             self._heap.free(offset)
             raise
-        self._held[offset] = max(map(sum, sizes)), memory
         self._count += 1
         address = world.window.address(world.rank, self._start + offset) + skipped
         label = f"registered{self._count}"
         block = _Registered(self, offset, address, memory, label)
+        self._held[offset] = max(map(sum, sizes)), memory
+        self._blocks[offset] = weakref.ref(block)
         site = Site("kernel", label, itemsize=max(4, memory.dtype.itemsize))
         world.note_site(block, self._start + offset + skipped, site)
         strides = dlpack.row_major(memory.shape, memory.dtype.itemsize)
         return Array(world, block, address, memory.shape, strides, memory.dtype)
+
+    def find(self, address: int) -> tuple[int, Block] | None:
+        """Where the window has what lies at an address of its owner, if it is registered."""
+        for offset, (_, memory) in [*self._held.items()]:
+            begin = address - memory.address
+            if 0 <= begin < memory.nbytes:
+                block = self._blocks[offset]()
+                if block is not None and not block.freed:
+                    return block.address + begin, block
+        return None
 
     def drop(self, offset: int) -> None:
         """Note that this rank no longer uses the block; called by finalizers."""
@@ -78,9 +94,11 @@ class Registry:
     def close(self) -> None:
         """Drop what is held; the window unmaps."""
         self._held.clear()
+        self._blocks.clear()
 
     def _let_go(self, offset: int) -> None:
         nbytes, _ = self._held.pop(offset)
+        del self._blocks[offset]
         self._world.window.unmap(self._start + offset, nbytes)
 
     def _agreed(self, array: Any) -> tuple[Imported, str]:

@@ -107,8 +107,8 @@ class World(Group):
         self.user_region = Region(self.window, "user", start, first, limit, self.ranks)
         if heap_bytes:
             self.user_region.remedy += ", or pass a larger heap_bytes= to tdx.init"
-        self._registry = Registry(self)
-        undo.add(self._registry.close)
+        self.registry = Registry(self)
+        undo.add(self.registry.close)
         self.stream = self.new_stream()
         driver.set_default_stream(self.stream.own)
         self.faults = Faults(self, timeout_s)
@@ -222,7 +222,7 @@ class World(Group):
         Raises Unsupported (memory that cannot be exported, or lies differently in the ranks'
         allocations) on every rank, CollectiveMismatch, InvalidArgument, HeapExhausted, Closed.
         """
-        return self._registry.register(array)
+        return self.registry.register(array)
 
     # ---- groups, signals, streams
     def team(self, ranks: Sequence[int]) -> Team | None:

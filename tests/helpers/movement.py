@@ -100,5 +100,5 @@ def many_rounds(staging: int = 4096, rounds: tuple[int, int] = (512, 1024)) -> I
             shapes = ((1 << 62, 512, 4),) if limits.push_shapes else ()
             few = dataclasses.replace(limits, broadcast_rounds=rounds, push_shapes=shapes)
             patch.setitem(MOVEMENT, backend, few)
-        patch.setattr(pushing, "STAGING_LIMIT_BYTES", staging)
+        patch.setattr(pushing, "STAGING_BYTES", staging)
         yield

@@ -75,7 +75,8 @@ class DeviceInfo:
     name, arch : str
         What the vendor calls it, and the target Triton compiles for ("sm_90", "gfx942", "host").
     multiprocessors : int
-        Blocks of a one-block-per-multiprocessor kernel that are resident at once.
+        Blocks of a one-block-per-multiprocessor kernel that are resident at once; in a world the
+        fewest of all ranks' devices.
     memory_bytes : int
         Device memory; on the host tier this rank's share of the machine's.
     dlpack_type : int
