@@ -30,7 +30,7 @@ def wait_any(ptr, count, world, value, done, first=0):
     ptr : pointer to int32 or uint32
         The first signal, in this rank's heap.
     count : int or scalar
-        1 to 1024 signals, of which at least one is not done.
+        1 to 1024 signals, of which at least one is not done: the host tier refuses others.
     world : handle
     value : int or scalar
         32-bit; reached when the signed difference seen - value is not negative.
@@ -52,7 +52,7 @@ def wait_any(ptr, count, world, value, done, first=0):
     turn = tl.where(open_, (lanes - first + count) % count, _NONE)
     team = team_index(world)
     if is_host():
-        ready, ok = host.wait_any(ptr, value, open_, world.control, team)
+        ready, ok = host.wait_any(ptr, value, open_, count, world.control, team)
         best = tl.min(tl.where(ready, turn, _NONE))
     else:
         best, ok = _poll(ptr + lanes, value, open_, turn, world.control, team)

@@ -59,6 +59,9 @@ class Executor(Protocol):
     def fault(self, control: int) -> bool:
         """Does a fault stand?"""
 
+    def resident(self) -> int:
+        """How many programs of the running kernel there are at once, at most."""
+
     def distance(
         self, pointers: np.ndarray, peers: np.ndarray, handle: tuple[int, int, int, bool]
     ) -> np.ndarray:
@@ -90,6 +93,35 @@ def check_grid(blocks, programs, _semantic=None):
             f"grid_barrier: the grid has {found} programs and the channel is for {wanted} blocks; "
             f"launch {wanted}, or make it with world.channel({found})"
         )
+    if found > (resident := _running().resident()):
+        raise ValueError(
+            f"grid_barrier: the grid has {found} programs, of which {resident} are resident at "
+            f"once, and those wait for the others: launch at most {resident} "
+            "(world.device.multiprocessors), or raise the environment's TDX_HOST_MULTIPROCESSORS "
+            "or tdx.config.host_multiprocessors before tdx.init"
+        )
+
+
+@intrinsic
+def checked_root(root, world, _semantic=None):
+    """`root`, which the host tier rejects if it is no rank of `world`: nobody would send."""
+    if _semantic is None:
+        size = _scalar(world.packed) >> abi.PACK_SIZE_SHIFT & abi.PACK_FIELD_MASK
+        if not 0 <= _scalar(root) < size:
+            raise ValueError(
+                f"broadcast: root {_scalar(root)} is outside 0..{size - 1}: the handle is of "
+                f"{size} ranks"
+            )
+    return root
+
+
+@intrinsic
+def checked_count(count, name, _semantic=None):
+    """`count`, rejected if it is negative: on the host tier always, on a GPU if it is constexpr."""
+    known = unwrap(count) if _semantic is not None else _scalar(count)
+    if not isinstance(known, core.tensor) and known < 0:
+        raise ValueError(f"{unwrap(name)} is {known}: it must be 0, for nothing at all, or more")
+    return count
 
 
 @intrinsic
@@ -114,7 +146,7 @@ def wait(ptr, value, cmp, control, team, peer, ranks, _semantic=None):
 @intrinsic
 def wait_span(ptr, count, value, cmp, control, team, peer, _semantic=None):
     """`wait` for `count` consecutive words, of consecutive peers."""
-    lanes = np.arange(_scalar(count), dtype=np.int64)
+    lanes = np.arange(_scalar(checked_count(count, "count")), dtype=np.int64)
     ok = _running().wait(
         (_scalar(ptr) + 4 * lanes).astype(np.uint64),
         np.full(lanes.shape, _scalar(value), np.int64),
@@ -127,9 +159,20 @@ def wait_span(ptr, count, value, cmp, control, team, peer, _semantic=None):
 
 
 @intrinsic
-def wait_any(ptr, value, active, control, team, _semantic=None):
+def wait_any(ptr, value, active, count, control, team, _semantic=None):
     """Which of the active words from `ptr` on reached `value` (a block), once any has; and ok."""
     lanes = np.flatnonzero(_array(active))
+    signals, most = _scalar(count), _array(active).size
+    if not 0 <= signals <= most:
+        raise ValueError(
+            f"wait_any: count is {signals}: it takes 1 to {most} signals (MAX_WAIT_ANY); wait for "
+            "more of them in several calls"
+        )
+    if not lanes.size and not _running().fault(_scalar(control)):  # a fault says more
+        done = f"all {signals} signals are done" if signals else "count is 0"
+        raise ValueError(
+            f"wait_any: nothing is left to wait for: {done}; call it once for each signal"
+        )
     ready = np.zeros(_array(active).shape, bool)
     seen, ok = _running().wait_any(
         (_scalar(ptr) + 4 * lanes).astype(np.uint64),

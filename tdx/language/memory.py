@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tdx.language import amd, nvidia
+from tdx.language import amd, host, nvidia
 from tdx.language._intrinsic import (
     device_call,
     has_async_proxy,
@@ -72,7 +72,7 @@ def broadcast(dst, src, numel, root, world):
     The root's program pushes; the programs of other ranks do nothing. Like a `put` it is complete
     at a rank when that rank has seen a later signal of the root, most simply by `tdl.barrier`.
     """
-    if rank(world) == root:
+    if rank(world) == host.checked_root(root, world):
         program_barrier()
         for step in range(num_ranks(world)):
             peer = root + step
@@ -121,7 +121,7 @@ def _copy(dst, src, numel):
     """Several vectors per thread in flight, then one, then a masked tail."""
     line: tl.constexpr = program_threads() * vector_elements(src)
     block: tl.constexpr = 4 * line
-    blocks_end = numel // block * block
+    blocks_end = host.checked_count(numel, "numel") // block * block
     lines_end = numel // line * line
     for start in range(0, blocks_end, block):
         lanes = start + tl.arange(0, block)

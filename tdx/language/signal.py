@@ -249,8 +249,7 @@ def load_ll_all(
     Parameters
     ----------
     ptr : block of pointers to int64
-        Where rank 0's words are; a value of 8 bytes takes two, of which the first is 16-byte
-        aligned.
+        Where rank 0's words are; a value of 8 bytes takes two, the first 16-byte aligned.
     stride : int or scalar
         Words from one rank's slot to the next one's, even.
     flag, world, dtype
@@ -265,6 +264,7 @@ def load_ll_all(
     """
     width: tl.constexpr = bits(dtype)
     tl.static_assert(width == 32 or width == 64, "load_ll_all takes a dtype of 4 or 8 bytes")
+    tl.static_assert(ranks <= 16, f"load_ll_all takes at most 16 ranks, got {ranks}; use load_ll")
     me = rank(world)
     values = ()
     if is_nvidia():

@@ -100,7 +100,8 @@ class HostDriver(HostMemory):
             block = (ctypes.c_char * (nbytes + _ALIGNMENT))()
         except MemoryError:
             raise HeapExhausted(
-                f"{nbytes} bytes of local memory cannot be had; this rank may use {limit}"
+                f"{nbytes} bytes of local memory cannot be had; this rank may use {limit}: free "
+                "arrays, or split the work"
             ) from None
         address = -(-ctypes.addressof(block) // _ALIGNMENT) * _ALIGNMENT
         self._local[address] = block

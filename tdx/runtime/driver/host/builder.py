@@ -64,8 +64,9 @@ class HostBuilder(interpreter.InterpreterBuilder):
     def __init__(self, device: Device | None = None):
         super().__init__()
         self.options: Any
-        # overflow checks of every integer operation would double the time of index arithmetic
-        self.options = dataclasses.replace(self.options, sanitize_overflow=False)
+        # overflow checks of every integer operation would double the time of index arithmetic;
+        # without debug Triton leaves device_assert out
+        self.options = dataclasses.replace(self.options, sanitize_overflow=False, debug=True)
         self.device = device
 
     @property
@@ -75,6 +76,18 @@ class HostBuilder(interpreter.InterpreterBuilder):
     @property
     def grid_dim(self) -> tuple[int, ...]:
         return self.device.running.run.prepared.grid  # type: ignore[union-attr]
+
+    def create_assert(self, condition: TensorHandle, message: Any) -> None:
+        wrong = condition.data == 0
+        if not wrong.any() or self.device.running.gave_up:  # type: ignore[union-attr]
+            return  # the error of a wait that gave up says more
+        where = ""
+        if wrong.size > 1:
+            first = np.argwhere(wrong)[0].tolist()
+            where = f" for {int(wrong.sum())} of {wrong.size} elements, the first {first}"
+        raise AssertionError(
+            f"the assertion does not hold{where}" + (f": {message}" if message else "")
+        )
 
     # ---- narrow floats
     def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Any) -> TensorHandle:

@@ -166,6 +166,10 @@ class HostExecutor:
 
         return self._addresses.distance(pointers, peers, view, checks)
 
+    def resident(self) -> int:
+        """How many programs of the running kernel there are at once, at most."""
+        return self._device.running.run.resident
+
     def _check(self, signals: np.ndarray, size: int = 4) -> None:
         """Raise InvalidArgument for signals, of `size` bytes, that no peer could set."""
         if not signals.size:
@@ -223,6 +227,7 @@ class HostExecutor:
             return False
 
         fibre.wait_until(poll, describe)
+        fibre.gave_up |= not ok
         return ok
 
     def _fault(

@@ -104,8 +104,26 @@ def _method(function: Any) -> Callable[..., Any]:
     return lambda *args, **named: function(*args, **named)
 
 
+class _Transformer(interpreter.ASTTransformer):
+    """Makes `assert` `tl.device_assert`, as for a GPU: Python's takes every block for true."""
+
+    def visit_Assert(self, node: ast.Assert) -> Any:
+        self.generic_visit(node)
+        message = node.msg or ast.Constant("")
+        truth = _semantic_call("to_tensor", node.test)
+        check = _semantic_call("device_assert", truth, message, ast.Constant(None))
+        return ast.copy_location(ast.Expr(check), node)
+
+
+def _semantic_call(name: str, *args: ast.expr) -> ast.Call:
+    semantic = ast.Name("interpreter_semantic", ast.Load())
+    return ast.Call(ast.Attribute(semantic, name, ast.Load()), list(args), [])
+
+
 class _Rewriter(interpreter.FunctionRewriter):
     """Compiles the rewritten source against the kernel's own globals and closure."""
+
+    ast_transformer = _Transformer()
 
     def _compile_and_exec(self, transformed_ast: Any) -> Any:
         raw = self.fn

@@ -44,8 +44,8 @@ class Fibre:
     """One program of a grid."""
 
     __slots__ = (
-        "describe", "index", "loads", "moved", "poll", "run", "seen", "slice_end", "spins",
-        "states", "task",
+        "describe", "gave_up", "index", "loads", "moved", "poll", "run", "seen", "slice_end",
+        "spins", "states", "task",
     )  # fmt: skip
 
     def __init__(self, run: KernelRun, index: tuple[int, int, int]):
@@ -55,6 +55,7 @@ class Fibre:
         self.task.gr_context = contextvars.copy_context()  # NumPy's error state is in there
         self.poll: Callable[[], bool] | None = None  # what it waits for
         self.describe: Callable[[], str] | None = None
+        self.gave_up = False  # one of its waits did
         self.seen: dict[bytes, bytes] = {}  # atomics since the last store: addresses -> result
         self.loads: dict[bytes, bytes] = {}  # the same of plain loads
         self.states: set[int] = set()  # of its variables, while it loads nothing new
@@ -284,8 +285,9 @@ class KernelRun:
             return []
         return [
             f"{rest} of {self.prepared.programs} programs of {self.prepared.name} are not started:"
-            f" {self.resident} are resident at once; launch at most that many blocks that wait"
-            " for each other, or raise tdx.config.host_multiprocessors before tdx.init"
+            f" {self.resident} are resident at once (world.device.multiprocessors); launch at most"
+            " that many blocks that wait for each other, or raise the environment's"
+            " TDX_HOST_MULTIPROCESSORS or tdx.config.host_multiprocessors before tdx.init"
         ]
 
 
