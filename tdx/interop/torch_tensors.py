@@ -46,11 +46,22 @@ def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
     _refuse_special(torch, x)
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or not (x.is_cuda or x.is_cpu):
         x = x.detach()
-        return dlpack.import_array(x, stream_of(x))
+        try:
+            memory = dlpack.import_array(x, stream_of(x))
+        except InvalidArgument:
+            _address(x)  # knows better what is wrong, if it is that
+            raise
+        if memory.address == 0:
+            _address(x)
+        return memory
     dtype = _resolve(x.dtype)
     size = dtype.itemsize
+    try:
+        address = x.data_ptr()
+    except RuntimeError:
+        address = 0
     return dlpack.Imported(
-        x.data_ptr(),
+        address or _address(x),
         tuple(x.shape),
         tuple([stride * size for stride in x.stride()]),
         dtype,
@@ -92,6 +103,22 @@ def _refuse_special(torch: Any, x: Any) -> None:
             "the tensor requires a gradient, which tdx would not propagate: pass x.detach(), or "
             "call under torch.no_grad()"
         )
+
+
+def _address(x: Any) -> int:
+    """Of the first element; 0 only where there is none. InvalidArgument for what has no memory."""
+    reason: Exception | None = None
+    try:
+        address = int(x.data_ptr())
+    except RuntimeError as error:  # of a tensor that stands for others
+        address, reason = 0, error
+    if address or (reason is None and x.numel() == 0):
+        return address
+    raise InvalidArgument(
+        f"the tensor of shape {tuple(x.shape)} has no memory: it is a meta or fake tensor, a zero "
+        "that was not written yet (pass x.clone()), or stands for values inside torch.func.vmap, "
+        "torch.export or the like (call tdx outside)"
+    ) from reason
 
 
 @lru_cache(maxsize=64)

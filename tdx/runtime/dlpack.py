@@ -381,6 +381,11 @@ def _parse(held: Any, device: tuple[int, int]) -> Imported:
     else:
         strides = row_major(shape, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
+    if not address and 0 not in shape:
+        raise InvalidArgument(
+            f"the array of shape {shape} has no memory, as lazy, fake and meta arrays have none: "
+            "pass one whose elements are there"
+        )
     return Imported(
         address=address,
         shape=shape,

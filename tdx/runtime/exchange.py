@@ -1,4 +1,4 @@
-"""Authenticated AF_UNIX connections between all ranks of a host; they carry descriptors too.
+"""Authenticated AF_UNIX connections between all ranks of a host, for messages and descriptors.
 
 A stranger can connect to a socket or squat its name, so both ends of a connection check who the
 other one is (SO_PEERCRED: user and process) and then a 128-bit token of the job, before anything
@@ -7,7 +7,6 @@ else is parsed and before any descriptor is sent. Names are random and vanish af
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import secrets
@@ -21,19 +20,16 @@ from dataclasses import dataclass
 
 from tdx import abi
 from tdx.runtime.comm import Comm
-from tdx.runtime.errors import Closed, InvalidArgument, PeerLost, TdxError, Unsupported
+from tdx.runtime.errors import InvalidArgument, TdxError, Unsupported
 from tdx.runtime.outcomes import pack_error, raise_for_peers
 from tdx.runtime.undo import Undo
-from tdx.runtime.unix_sockets import Clock, Door, close_fds, listen, receive_some, send_some
+from tdx.runtime.unix_sockets import Clock, Door, listen
 
 __all__ = ["Mesh", "peer_credentials"]
 
 _MAGIC = b"tdx-mesh"
 _HELLO = struct.Struct("<16s8sHH")  # token, magic, sender, receiver
-_FDS = struct.Struct("<4sI")  # magic, count
-_FDS_MAGIC = b"tdxF"
 _IDENTITY = struct.Struct("<IQ32s32s16s")  # rank, pid, network and pid namespace, token
-_MAX_FDS = 253  # SCM_MAX_FD of Linux
 _MAX_PENDING = 4 * abi.MAX_RANKS  # connections that have not said hello yet
 _open_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
@@ -55,13 +51,10 @@ class Mesh:
         Peer -> connected stream socket, non-blocking. Once a HostChannel was made, they are its.
     """
 
-    def __init__(
-        self, rank: int, size: int, sockets: Mapping[int, socket.socket], timeout_s: float
-    ):
+    def __init__(self, rank: int, size: int, sockets: Mapping[int, socket.socket]):
         self.rank = rank
         self.size = size
         self.sockets = dict(sockets)
-        self._timeout_s = timeout_s
         for sock in self.sockets.values():
             sock.setblocking(False)
         _open_meshes.add(self)
@@ -76,7 +69,7 @@ class Mesh:
         """
         rank, size = comm.Get_rank(), comm.Get_size()
         if size == 1:
-            return cls(0, 1, {}, deadline_s)
+            return cls(0, 1, {})
         clock = Clock(deadline_s)
         job = _introduce(comm)
         with Undo() as undo:
@@ -100,79 +93,12 @@ class Mesh:
                 raise error
             raise_for_peers(dict(enumerate(outcomes)), "connecting the ranks")
             undo.commit()
-        return cls(rank, size, sockets, deadline_s)
-
-    def send_fds(self, peer: int, fds: Sequence[int]) -> None:
-        """Send descriptors, which stay the caller's: the peer gets duplicates by `recv_fds`.
-
-        Raises InvalidArgument (more than 253, no such peer), PeerTimeout, PeerLost.
-        """
-        if len(fds) > _MAX_FDS:
-            raise InvalidArgument(f"{len(fds)} descriptors in one message: at most {_MAX_FDS}")
-        sock = self._socket(peer)
-        record = memoryview(_FDS.pack(_FDS_MAGIC, len(fds)))
-        clock = Clock(self._timeout_s)
-        while record:
-            self._wait(peer, selectors.EVENT_WRITE, clock, "send_fds")
-            with contextlib.suppress(BlockingIOError), self._peer_errors(peer):
-                record = record[send_some(sock, record, fds) :]
-                fds = ()
-
-    def recv_fds(self, peer: int, count: int) -> list[int]:
-        """Receive exactly `count` descriptors of one `send_fds`; the caller owns and closes them.
-
-        They are close-on-exec. Raises PeerTimeout, PeerLost, and TdxError if their number differs
-        or the kernel cut some off (open-file limit); whatever did arrive is then closed.
-        """
-        sock = self._socket(peer)
-        clock = Clock(self._timeout_s)
-        fds: list[int] = []
-        record, cut = b"", False
-        with Undo() as undo:
-            undo.add(close_fds, fds)
-            while len(record) < _FDS.size:
-                self._wait(peer, selectors.EVENT_READ, clock, "recv_fds")
-                with contextlib.suppress(BlockingIOError), self._peer_errors(peer):
-                    data, more, was_cut = receive_some(sock, _FDS.size - len(record), _MAX_FDS)
-                    fds += more
-                    cut |= was_cut
-                    if not data:
-                        raise ConnectionResetError("connection closed")
-                    record += data
-            magic, sent = _FDS.unpack(record)
-            if magic != _FDS_MAGIC or sent != count or len(fds) != count or cut:
-                raise TdxError(
-                    f"{len(fds)} descriptors arrived from rank {peer}, which sent {sent}, expected "
-                    f"{count}{': the open-file limit (ulimit -n) is too low' if cut else ''}"
-                )
-            undo.commit()
-        return fds
+        return cls(rank, size, sockets)
 
     def close(self) -> None:
         """Close every connection; a second call does nothing."""
         _close_all(self.sockets)
         _open_meshes.discard(self)
-
-    def _socket(self, peer: int) -> socket.socket:
-        sock = self.sockets.get(peer)
-        if sock is None:
-            if 0 <= peer < self.size and peer != self.rank:
-                raise Closed(f"the connection to rank {peer} is closed")
-            raise InvalidArgument(f"rank {self.rank} of {self.size} has no peer {peer}")
-        return sock
-
-    def _wait(self, peer: int, event: int, clock: Clock, operation: str) -> None:
-        with selectors.PollSelector() as selector:
-            selector.register(self.sockets[peer], event)
-            if not selector.select(clock.remaining()) and clock.expired():
-                raise clock.timeout(self.rank, [peer], operation)
-
-    @contextlib.contextmanager
-    def _peer_errors(self, peer: int):
-        try:
-            yield
-        except ConnectionError as error:
-            raise PeerLost(f"rank {peer} is gone: {error}", [peer]) from error
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import struct
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tdx.runtime import backends
@@ -22,6 +24,8 @@ from tdx.runtime.outcomes import describe_ranks, is_consequence, pack_error, rai
 from tdx.runtime.recovery import Survivors
 from tdx.runtime.topology import discover
 from tdx.runtime.undo import Undo
+from tdx.runtime.untraced import stay_untraced
+from tdx.runtime.waiting import Notice
 from tdx.runtime.world import World
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ __all__ = ["current_world", "init"]
 _open: World | None = None
 _POLICIES = ("raise", "abort")
 _LONGEST_TIMEOUT_S = 1e6  # epoll waits no longer than 2**31 milliseconds
+
+stay_untraced()  # here, since without a world nothing of tdx can be called
 
 
 def init(
@@ -57,7 +63,9 @@ def init(
         Hard cap of the symmetric user heap, in bytes. None: it grows up to the device's memory.
         On the host tier each array takes 256 bytes more than it has.
     timeout_s : float
-        Deadline of every wait, in seconds; 0: none.
+        Deadline of every wait, in seconds; 0: none. Not of those for ranks that have not called
+        `init` yet, which it waits for without end: then it says so on stderr, once, after
+        `timeout_s` (0: 30) seconds.
     on_peer_failure : {"raise", "abort"}
         What survivors of a lost peer do.
 
@@ -70,11 +78,12 @@ def init(
     DriverError, HeapExhausted
         The device or its memory.
     """
-    communicator = open_comm(comm)
-    try:
-        return _make(communicator, backend, heap_bytes, timeout_s, on_peer_failure)
-    finally:
-        close_comm(communicator)
+    with Notice(comm, timeout_s) as notice:
+        notice.opened = communicator = open_comm(comm)
+        try:
+            return _make(communicator, backend, heap_bytes, timeout_s, on_peer_failure)
+        finally:
+            close_comm(communicator)
 
 
 def current_world() -> World | None:
@@ -142,12 +151,16 @@ def _bring_up(comm: Comm, given: tuple[Any, ...], undo: Undo, device: int | None
     )
     undo.add(driver.close)
     _check_devices(comm, driver.info)
-    memory = min(int(m) for m in comm.allgather(str(driver.info.memory_bytes).encode()))
+    mine = (driver.info.memory_bytes, driver.info.multiprocessors)
+    everybody = [struct.unpack("<2Q", each) for each in comm.allgather(struct.pack("<2Q", *mine))]
+    # what ranks lay out alike must not depend on whose device it is
+    memory, multiprocessors = (min(numbers) for numbers in zip(*everybody, strict=True))
+    driver.info = replace(driver.info, multiprocessors=multiprocessors)
 
     def build() -> World:
         # connecting and the first message need a deadline even when waits have none
         limit = timeout_s or 30.0
-        mesh = comm.connect(limit) if isinstance(comm, Survivors) else Mesh.connect(comm, limit)
+        mesh = comm.connect() if isinstance(comm, Survivors) else Mesh.connect(comm, limit)
         channel = HostChannel(mesh, timeout_s)  # the mesh's owner now
         undo.add(channel.close)
         driver.set_timeout(timeout_s)

@@ -61,7 +61,7 @@ class Survivors:
         what = f"world.recover, step {self._step}"
         return self._channel.allgather(payload, what, self._members)
 
-    def connect(self, timeout_s: float) -> Mesh:
+    def connect(self) -> Mesh:
         """Fresh connections between the members, handed over by the old ones."""
         own, members = self._channel.rank, self._members
         with contextlib.ExitStack() as opened:
@@ -81,7 +81,7 @@ class Survivors:
                 for new, old in enumerate(members)
                 if old != own
             }
-        return Mesh(members.index(own), len(members), sockets, timeout_s)
+        return Mesh(members.index(own), len(members), sockets)
 
     def conclude(self, outcome: bytes) -> list[bytes]:
         """Every member's outcome (`pack_error`), empty for all if the new world holds.

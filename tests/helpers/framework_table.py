@@ -57,7 +57,7 @@ class _Space(NamedTuple):
     make: Callable[[np.ndarray], Any]  # the same array, in memory that the rank's kernels reach
     content: Callable[[Any], bytes]
     address: Callable[[Any], int]
-    inside: Callable[[Any], Any] | None = None  # a call inside its compiler or autograd
+    inside: Callable[[Any], Any] | None = None  # a call while it traces, or with gradients
 
 
 def column(world: Any, module: str) -> dict[str, str]:
@@ -94,7 +94,7 @@ def _questions(world: Any, space: _Space) -> dict[str, Callable[[], Any] | None]
             lambda: holds(tdx.all_gather(x.T), np.concatenate([values.T] * world.size))
         ),
         "empty input": (lambda: holds(tdx.all_gather(space.make(values[:0])), values[:0])),
-        "inside its compiler or autograd": (space.inside and (lambda: space.inside(x) is not None)),
+        "traced, or with gradients": (space.inside and (lambda: space.inside(x) is not None)),
     }
     for name in DTYPES:
         kind = np.dtype(getattr(ml_dtypes, name, None) or name)
