@@ -317,8 +317,11 @@ class AllGatherMatmul(Plan):
     def overlap(self) -> tuple[int, int]:
         """(remote tiles computed before the last chunk had arrived, remote tiles) of the last call.
 
-        From counts that the kernel took on the device; needs trace=True and waits for the device.
+        From counts that the kernel took on the device; waits for it. Raises InvalidArgument unless
+        the plan was made with trace=True.
         """
+        if not self._traced:
+            raise InvalidArgument(f"{self.operation}: overlap() needs a plan made with trace=True")
         units, early, remote = self.group.size * self._gathering.chunks, 0, 0
         for trace in self._traces:
             trace._block.note(self._stream)

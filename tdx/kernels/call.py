@@ -9,7 +9,7 @@ copied to the device first and results copied back: convenient, and as slow as t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,15 +61,15 @@ def remembered(world: World, group: Any, key: Any, make: Callable[[], T]) -> T:
     return made
 
 
-def check_key(operation: str, values: tuple[Any, ...]) -> None:
-    """Raise InvalidArgument for arguments that cannot be part of a key, such as a list."""
-    try:
-        hash(values)
-    except TypeError:
-        raise InvalidArgument(
-            f"{operation}: {', '.join(map(repr, values))} holds a value of a type that no option "
-            "has"
-        ) from None
+def check_key(operation: str, options: Mapping[str, Any]) -> None:
+    """Raise InvalidArgument for options that cannot be part of a key, such as a list."""
+    for name, value in options.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise InvalidArgument(
+                f"{operation}: {name}={value!r} is a {type(value).__name__}, which no option takes"
+            ) from None
 
 
 def check_recording(world: World, operation: str, stream: Any) -> None:
@@ -94,7 +94,7 @@ def cached(
     `stream`: where it will be called. None is made while another library records that.
     """
     key = (kind, *args, *options.values())
-    check_key(kind.operation, key[1:])
+    check_key(kind.operation, options)
 
     def make() -> P:
         try:
@@ -243,7 +243,7 @@ class Call:
         if self._framework is None and not isinstance(self._like, Array):
             error = InvalidArgument(
                 f"{self.operation}: expected a tdx array, a NumPy array or a DLPack producer, "
-                f"got {type(self._like).__name__}"
+                f"got {type(self._like).__name__}; for numbers and sequences pass np.asarray(x)"
             )
             post_refusal(self.world, self.group, self.operation, error)
             raise error

@@ -154,12 +154,18 @@ def matmul(
     x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
     if len(y.shape) != 2:
         raise InvalidArgument(f"b must have 2 axes (K, N), got shape {y.shape}")
-    options = (bias is not None, activation, out_dtype, allow_tf32, config)
+    options = {
+        "bias": bias is not None, "activation": activation, "out_dtype": out_dtype,
+        "allow_tf32": allow_tf32, "config": config,
+    }  # fmt: skip
     aligned = not (x.address | y.address) % 16
     layout = (x.dtype, x.shape, x.strides, y.dtype, y.shape, y.strides, aligned)
     check_key("matmul", options)
     ready = remembered(
-        world, "matmul", layout + options, lambda: _Prepared(world, x, y, *options, aligned)
+        world,
+        "matmul",
+        (*layout, *options.values()),
+        lambda: _Prepared(world, x, y, *options.values(), aligned),
     )
     product, shape, n = ready.product, ready.shape, y.shape[1]
     target = call.target(out, shape, product.out_dtype)

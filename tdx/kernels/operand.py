@@ -194,7 +194,9 @@ def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: st
     if op.shape != shape:
         raise InvalidArgument(f"{what} has shape {op.shape}, expected {shape}")
     if not op.contiguous:
-        raise InvalidArgument(f"{what} of shape {shape} must be contiguous; pass a contiguous copy")
+        raise InvalidArgument(
+            f"{what} of shape {shape} must be contiguous; pass a contiguous array"
+        )
     return op
 
 

@@ -134,7 +134,8 @@ class ReducedProduct(Plan):
         out = self.product.out_dtype
         check_algorithm(self.operation, algorithm, self.algorithms)
         if self.partial_dtype not in (out, dtypes.resolve("float32")):
-            raise DtypeError(f"partial_dtype {self.partial_dtype} must be float32 or {out}")
+            allowed = " or ".join(dict.fromkeys(("float32", str(out))))
+            raise DtypeError(f"partial_dtype {self.partial_dtype} must be {allowed}")
         if len(self.shape_b) != 2 or len(self.shape_a) < 2:
             raise InvalidArgument(
                 f"a and b need shapes (..., K) and (K, N), got {self.shape_a} and {self.shape_b}"

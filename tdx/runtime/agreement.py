@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tdx.runtime.errors import CollectiveMismatch
 from tdx.runtime.heap import Call, first_difference
+from tdx.runtime.outcomes import require_same_calls
 
 if TYPE_CHECKING:
     from tdx.runtime.group import Group
@@ -18,7 +19,8 @@ _HEAP = " heap="
 def record(group: Group, call: str) -> str:
     """What the ranks of a group compare: the call, and all they allocated so far."""
     digest = group.world.user_region.heap.digest.hex()[:16]
-    return f"{call} team={list(group.ranks)}{_HEAP}{digest}"
+    team = f" team={list(group.ranks)}" if group.index else ""
+    return f"{call}{team}{_HEAP}{digest}"
 
 
 def agree(group: Group, call: str) -> None:
@@ -31,8 +33,8 @@ def agree(group: Group, call: str) -> None:
     try:
         channels.agree(record(group, call), members=group.ranks)
     except CollectiveMismatch as error:
-        if len({text.rpartition(_HEAP)[0] for text in error.calls.values()}) > 1:
-            raise
+        # without the state of the heaps, which says nothing to a reader
+        require_same_calls({r: text.partition(_HEAP)[0] for r, text in error.calls.items()})
         raise _diverged(group, call) from error  # every rank sees the same table and comes here
 
 

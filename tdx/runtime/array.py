@@ -339,12 +339,23 @@ class Array:
     def free(self) -> None:
         """Give the memory back; for a symmetric array on every rank in the same order.
 
-        Views become unusable. Raises Closed when freed already, InvalidArgument while a
-        consumer of an export or a graph still holds the memory.
+        Views become unusable. Raises Closed when freed already, InvalidArgument for a view of
+        a part, and while a consumer of an export or a graph still holds the memory.
         """
         if self.symmetric and self.owner_rank != self.world.rank:
             raise InvalidArgument("a peer's array is freed by freeing the own array")
+        if self.nbytes != self._block.nbytes:
+            raise InvalidArgument(
+                f"this is a view of {self.nbytes} of the {self._block.nbytes} bytes of "
+                f"{self.name}; free the whole array"
+            )
         self._block.free()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self.name} is memory of this process and cannot be pickled or deep-copied: pass "
+            "x.numpy() on, or make a copy with world.array(x)"
+        )
 
     def __bool__(self) -> bool:
         raise Unsupported("the truth of an array is not defined; use x.size or x.numpy()")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,21 +39,31 @@ class Pointer:
     """An address with a dtype: a kernel argument for memory that is no array.
 
     `owner` is kept alive with the pointer, and so until a queued kernel that takes it has run.
+    `check` raises where the memory must not be used any more.
     """
 
-    __slots__ = ("_address", "dtype", "owner")
+    __slots__ = ("_address", "check", "dtype", "owner")
 
-    def __init__(self, address: int, dtype: np.dtype, owner: object = None):
+    def __init__(
+        self,
+        address: int,
+        dtype: np.dtype,
+        owner: object = None,
+        check: Callable[[], None] | None = None,
+    ):
         self._address = address
         self.dtype = dtype
         self.owner = owner
+        self.check = check
 
     def data_ptr(self) -> int:
+        if self.check is not None:
+            self.check()
         return self._address
 
     def cast(self, dtype: str) -> Pointer:
         """The same address with another element type."""
-        return Pointer(self._address, np.dtype(dtype), self.owner)
+        return Pointer(self._address, np.dtype(dtype), self.owner, self.check)
 
 
 class Faults:
@@ -70,7 +81,7 @@ class Faults:
             self._words[abi.CONTROL_TIMEOUT_NS] = int(timeout_s * 1e9)
             self.address = driver.alloc(self._words.nbytes, world.stream.handle)
             undo.add(driver.free, self.address, world.stream.handle)
-            self.control = Pointer(self.address, np.dtype(np.int64))
+            self.control = Pointer(self.address, np.dtype(np.int64), check=world.check_open)
             self.set_table(0, range(world.size))
             undo.commit()
         self._executor = getattr(driver, "executor", None)  # of the host tier: knows who waits

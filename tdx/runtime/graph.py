@@ -169,4 +169,6 @@ def graph(world: World) -> Graph:
     or make a plan inside; functions that were called so before are fine. No other thread may call
     the world meanwhile. Raises InvalidArgument when a recording is open already.
     """
+    if getattr(world, "world", None) is not world:
+        raise InvalidArgument(f"tdx.graph takes a world, as tdx.init returns it; got {world!r}")
     return Graph(world)

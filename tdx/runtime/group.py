@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tdx import abi
+from tdx.runtime.agreement import agree
 from tdx.runtime.checks import as_int
 from tdx.runtime.errors import InvalidArgument, TdxError, Unsupported
 from tdx.runtime.signals import Handle
@@ -14,7 +15,7 @@ from tdx.runtime.triton_driver import constexpr
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["Group", "Team", "agree_on_team", "check_rank", "make_handle"]
+__all__ = ["Group", "Outsider", "Team", "agree_on_team", "check_rank", "make_handle"]
 
 
 def make_handle(world: World, rank: int, size: int, index: int) -> Handle:
@@ -51,10 +52,15 @@ def agree_on_team(world: World, ranks: Any, teams: int) -> tuple[int, ...]:
         if not members or len(set(members)) != len(members):
             raise InvalidArgument(f"a team needs one or more different ranks, got {members}")
         if teams > abi.MAX_TEAMS:
-            raise Unsupported(f"a world has at most {abi.MAX_TEAMS} teams")
+            raise Unsupported(
+                f"a world has at most {abi.MAX_TEAMS} teams, which stay until it is closed: make "
+                "each once, and use it again"
+            )
     except TdxError as error:
         refused = error
-    world.channels.agree(f"team({list(members)})", refused)
+    if refused is not None:
+        world.channels.agree("team", refused)
+    agree(world, f"team({list(members)})")
     return members
 
 
@@ -84,6 +90,20 @@ class Group:
     def check_rank(self, rank: int, what: str = "rank") -> int:
         """`rank` as an int within the group, else InvalidArgument."""
         return check_rank(rank, self.size, what)
+
+
+class Outsider:
+    """What `world.team` gives a rank that is not in the team: false, and refused as `team=`."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...]):
+        self.rank = rank
+        self.ranks = ranks
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __repr__(self) -> str:
+        return f"<no tdx.Team: rank {self.rank} is not one of {self.ranks}>"
 
 
 class Team(Group):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from tdx import abi
+from tdx.runtime.agreement import agree
 from tdx.runtime.block import SymmetricBlock
 from tdx.runtime.board import CallBoard, Entry
 from tdx.runtime.checks import as_int
@@ -185,7 +186,9 @@ def agreed_channel(world: World, group: Group, blocks: int) -> Channel:
         _check_blocks(blocks)
     except TdxError as error:
         refused = error
-    world.channels.agree(f"channel(blocks={blocks})", refused, members=group.ranks)
+    if refused is not None:
+        world.channels.agree("channel", refused, members=group.ranks)
+    agree(group, f"channel(blocks={blocks})")
     result = make_channel(world, group, blocks, Site("kernel", f"channel({blocks})"))
     world.meet("channel", group)
     return result

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tdx.runtime import dlpack, dtypes
+from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array, check_shape
 from tdx.runtime.block import Block, Exports, LocalBlock, SymmetricBlock
 from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies, host_array
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
 from tdx.runtime.faults import Faults
-from tdx.runtime.group import Group, Team, agree_on_team, make_handle
+from tdx.runtime.group import Group, Outsider, Team, agree_on_team, make_handle
 from tdx.runtime.mpi_access import mpi_access
 from tdx.runtime.recovery import recover
 from tdx.runtime.registration import Registry
@@ -225,22 +226,27 @@ class World(Group):
         return self.registry.register(array)
 
     # ---- groups, signals, streams
-    def team(self, ranks: Sequence[int]) -> Team | None:
+    def team(self, ranks: Sequence[int]) -> Team | Outsider:
         """A team of the given world ranks, in that order. Called by every rank of the world.
 
-        Members get the team, others None. Raises InvalidArgument, CollectiveMismatch.
+        Members get the team, others what is false (`if team:`) and refused as `team=`. Raises
+        InvalidArgument, CollectiveMismatch, Unsupported (more than 63 teams).
         """
         self.check()
         members = agree_on_team(self, ranks, len(self._teams))
         index = len(self._teams)
         self._teams[index] = members
         self.faults.set_table(index, members)
-        return Team(self, members, index) if self.rank in members else None
+        return Team(self, members, index) if self.rank in members else Outsider(self.rank, members)
 
     def group(self, team: Group | None) -> Group:
         """The group for a `team=` argument: None is the world itself."""
         if team is None:
             return self
+        if isinstance(team, Outsider):
+            raise InvalidArgument(
+                f"team={team!r}: only members call with team=, so ask `if team:` before"
+            )
         if not isinstance(team, Group) or team.world is not self:
             raise InvalidArgument(f"team={team!r} is not a team of this world")
         return team
@@ -269,7 +275,7 @@ class World(Group):
 
     def new_stream(self, priority: int = 0) -> Stream:
         """A stream of this world's device; a lower number is a higher priority."""
-        self._check_open()
+        self.check_open()
         return self.streams.new(priority)
 
     @contextlib.contextmanager
@@ -283,11 +289,12 @@ class World(Group):
     def barrier(self) -> None:
         """Host barrier: after this rank's pending work, wait for all ranks.
 
-        Raises a pending fault, PeerTimeout, PeerLost, CollectiveMismatch.
+        Raises a pending fault, PeerTimeout, PeerLost, CollectiveMismatch (also for ranks that have
+        not allocated alike).
         """
         self.check()
         self.synchronize()
-        self.channels.barrier("barrier")
+        agree(self, "barrier")
 
     def mpi(
         self, *arrays: Array, gpu_aware: bool | None = None
@@ -310,7 +317,7 @@ class World(Group):
 
     def synchronize(self) -> None:
         """Wait for all streams of this rank's device. Raises a pending fault, DriverError."""
-        self._check_open()
+        self.check_open()
         with self.surfacing():
             self.driver.synchronize()
         self.in_flight.release()
@@ -318,8 +325,7 @@ class World(Group):
 
     def check(self) -> None:
         """Raise a pending fault without waiting for anything; Closed after `close`."""
-        if self.closed:
-            self._check_open()
+        self.check_open()
         self.faults.check()
 
     @contextlib.contextmanager
@@ -331,19 +337,20 @@ class World(Group):
             self.faults.check()
             raise
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise Closed if the world is closed."""
+        if not self.closed:
+            return
         if self.recovered:
             raise Closed(
-                "this world was given up by world.recover(): use the new one, with arrays, plans "
-                "and graphs of its own"
+                "this world was given up by world.recover(): use all of the new one instead"
             )
         if self.process != os.getpid():
             raise Closed(
                 f"this process was forked from rank {self.rank}, whose world it is; start it anew "
                 'instead: multiprocessing.get_context("spawn")'
             )
-        if self.closed:
-            raise Closed("the world is closed; call tdx.init() for a new one")
+        raise Closed("the world is closed; call tdx.init() for a new one")
 
     def recover(self) -> World:
         """A new world of the ranks that are there, after PeerLost or PeerTimeout, or without.
@@ -359,7 +366,7 @@ class World(Group):
         Raises PeerLost (attribute ranks: the others) where this rank came too late and was left
         out, Closed, and what `tdx.init` raises.
         """
-        self._check_open()
+        self.check_open()
         return recover(self, self._bring_up)
 
     # ---- the end

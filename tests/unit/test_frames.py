@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -259,3 +260,27 @@ def test_a_message_said_twice_counts_once():
     assert (3, 1, 1) not in inbox
     first.discard()
     assert open_fds() == before
+
+
+def test_more_descriptors_on_their_way_than_the_user_may_have(pair, monkeypatch):
+    """The kernel refuses them until peers have taken some: they wait like what has no room."""
+    sender, receiver = pair
+    link, refusals = Link(sender), [1, 1]
+
+    def send(*args):
+        if refusals:
+            refusals.pop()
+            raise OSError(errno.ETOOMANYREFS, "too many references")
+        return send_some(*args)
+
+    send_some = frames.send_some
+    monkeypatch.setattr(frames, "send_some", send)
+    fd = os.open("/dev/null", os.O_RDONLY)
+    link.post(encode(Message(1, 2, "what", b""), True), fd)
+    assert link.unsent
+    link.flush()
+    assert link.unsent
+    link.flush()
+    assert not link.unsent
+    (got,) = receiver.receive()
+    assert got.what == "what"

@@ -132,7 +132,7 @@ def case_within_a_team(comm, backend):
     world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
     team = world.team([0, 2])
     world.barrier()
-    if team is not None:
+    if team:
         x = world.array(np.ones(N, np.float32), symmetric=False)
         first = tdx.AllReduce(world, N, "float32", team=team)
         second = tdx.AllReduce(world, N, "float32", op="max", team=team)
@@ -141,7 +141,7 @@ def case_within_a_team(comm, backend):
             world.synchronize()
         assert list(caught.value.calls) == [0, 2]
     comm.barrier()
-    if team is not None:
+    if team:
         world.close()
     else:
         with pytest.raises(tdx.errors.TdxError):  # the others have closed theirs

@@ -202,7 +202,7 @@ def case_teams(comm, backend):
     with tdx.init(backend=backend) as world:
         for ranks in ((2, 0), (1,), (2, 1, 0)):
             team = world.team(ranks)
-            if team is None:
+            if not team:
                 continue
             shape = (7, 20)
             weight, bias, _ = extras(shape, "bfloat16")

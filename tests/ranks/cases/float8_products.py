@@ -242,7 +242,7 @@ def case_teams(comm, backend):
     with tdx.init(backend=backend) as world:
         for ranks in ((2, 0), (1,), (2, 1, 0)):
             team = world.team(ranks)
-            if team is None:
+            if not team:
                 continue
             given = [operands(rank, 6, 24, 18) for rank in ranks]
             a, b, left, right = operands(world.rank, 6, 24, 18)

@@ -149,7 +149,7 @@ def case_overlapping_teams(world):
     plans = [
         (team, tdx.AllReduce(world, 3000, "float32", team=team))
         for team in (first, second)
-        if team is not None
+        if team
     ]
     for _ in range(300):
         for _, plan in plans:

@@ -82,6 +82,17 @@ def case_split_products_on_two_streams(world):
 
 
 @worlds(1)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def case_nan_stays_nan(world, activation):
+    a, b = np.ones((16, 16), np.float32), np.ones((16, 16), np.float32)
+    a[3], b[:, 5] = np.nan, np.nan
+    x, y = world.array(a), world.array(b)
+    wanted = np.zeros((16, 16), bool)
+    wanted[3], wanted[:, 5] = True, True
+    assert (np.isnan(tdx.matmul(x, y, activation=activation).numpy()) == wanted).all()
+
+
+@worlds(1)
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def case_bias_and_activation(world, activation):
     m, k, n = 33, 40, 29
@@ -135,7 +146,7 @@ def case_bad_arguments(world):
             lambda: tdx.matmul(x.view("int32"), y.view("int32")),
         ),
         (InvalidArgument, "activation='tanh'", lambda: tdx.matmul(x, y, activation="tanh")),
-        (InvalidArgument, "a type that no option has", lambda: tdx.matmul(x, y, out_dtype=[])),
+        (InvalidArgument, "which no option takes", lambda: tdx.matmul(x, y, out_dtype=[])),
         (InvalidArgument, "bias", lambda: tdx.matmul(x, y, bias=x[0])),
         (InvalidArgument, "scale_a is for", lambda: tdx.matmul(x, y, scale_a=1.0)),
         (InvalidArgument, ">= 16", lambda: Config(8, 16, 16)),

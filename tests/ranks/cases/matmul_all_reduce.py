@@ -220,7 +220,7 @@ def case_teams(comm, backend):
     with tdx.init(backend=backend) as world:
         for ranks in ((2, 0), (1,), (2, 1, 0)):
             team = world.team(ranks)
-            if team is None:
+            if not team:
                 continue
             a, b = operands(world.rank, 37, 24, 18, "float32")
             wanted = reference(ranks, 37, lambda _: 24, 18, "float32")

@@ -285,7 +285,7 @@ def case_teams(comm, backend):
         groups = [tuple(range(world.size))[::-1], (world.size - 1, 0), (1,)]
         for ranks in groups:
             team = world.team(ranks)
-            if team is None:
+            if not team:
                 continue
             for move in MOVES:
                 root = len(ranks) - 1

@@ -60,8 +60,8 @@ def case_every_operation(comm, backend):
         groups = [tuple(range(world.size))[::-1], (world.size - 1, 0), (1,)]
         teams = [world.team(ranks) for ranks in groups]
         for ranks, team in zip(groups, teams, strict=True):
-            assert (team is not None) == (world.rank in ranks)
-            if team is not None:
+            assert bool(team) == (world.rank in ranks)
+            if team:
                 assert team.ranks[team.rank] == world.rank
                 tdx.barrier(team=team)
                 check_reductions(world, team, ranks)

@@ -179,7 +179,7 @@ def case_memory_of_a_team(world):
     team = world.team((0, 1))
     shape = (6, 4)
     x = world.array(np.full(shape, world.rank, np.float32))
-    mine = None if team is None else tdx.AllToAll(world, shape, "float32", team=team)(x)
+    mine = None if not team else tdx.AllToAll(world, shape, "float32", team=team)(x)
     gathers = {
         "all_to_all": tdx.AllToAll(world, shape, "float32", algorithm="push"),
         "all_gather": tdx.AllGather(world, (2, 4), "float32", algorithm="push"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import tdx
 from tdx.runtime.errors import CollectiveMismatch, InvalidArgument, Unsupported
 from tests.helpers.cases import isolated, worlds
 
@@ -15,8 +16,15 @@ def case_numbering(world):
     team = world.team(ranks)
     assert (team.rank, team.size, team.ranks) == (ranks.index(world.rank), world.size, tuple(ranks))
     alone = [world.team([rank]) for rank in ranks]
-    assert [t is not None for t in alone] == [rank == world.rank for rank in ranks]
-    assert world.team(np.array([0])) is None or world.rank == 0
+    assert [bool(t) for t in alone] == [rank == world.rank for rank in ranks]
+    first = world.team(np.array([0]))
+    assert bool(first) == (world.rank == 0)
+    if not first:
+        refused = r"no tdx.Team: rank \d is not one of \(0,\)>: only members"
+        with pytest.raises(InvalidArgument, match=refused):
+            tdx.all_reduce(world.zeros(3, "float32", symmetric=False), team=first)
+        with pytest.raises(InvalidArgument, match=refused):
+            tdx.AllReduce(world, 3, "float32", team=first)
     assert team.check_rank(world.size - 1) == world.size - 1
     with pytest.raises(InvalidArgument, match="outside"):
         team.check_rank(world.size)
@@ -51,7 +59,6 @@ def case_what_is_refused_on_one_rank(world):
 @isolated
 @worlds(2)
 def case_the_number_of_teams_is_limited(comm, backend):
-    import tdx
     from tdx import abi
 
     with tdx.init(comm, backend=backend) as world:

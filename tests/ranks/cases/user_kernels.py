@@ -219,7 +219,7 @@ def case_teams_number_their_own_ranks(world):
     team = world.team(members)
     out, signals = world.zeros(4, "int32"), world.zeros(1, "int32")
     world.barrier()
-    if team is not None:
+    if team:
         assert team.rank == members.index(world.rank)
         _to_the_right[(1,)](out, signals, 1000 * world.rank, 4, team.handle, BLOCK=4)
         other = members[1 - team.rank]

@@ -160,7 +160,7 @@ def case_a_peer_outside_of_a_team(world):
     host_only(world)
     x, signal = world.zeros(64, "int32"), world.zeros(64, "int32")
     team, world_channel = world.team([2, 0]), world.channel(1)
-    if team is not None:
+    if team:
         use_kernel[(1,)](x, x, signal, 2, team.handle, VERB="store")
         refused(world, r"peer 2 is outside 0\.\.1: the handle is of 2 ranks")
         channel = world.channel(1, team=team)
