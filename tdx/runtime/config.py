@@ -33,7 +33,7 @@ _SETTINGS: dict[str, _Setting] = {
         f"an integer from 1 to {_MOST_MULTIPROCESSORS}",
     ),
     "host_seed": _Setting(
-        int, 0, "not 0: the order in which the host tier resumes programs is shuffled", _INT
+        int, 0, "not 0: the host tier resumes programs in a shuffled order, with pauses", _INT
     ),
     "share_gpu": _Setting(bool, False, "let several ranks use one GPU", _BOOL),
     "quiet": _Setting(bool, False, "do not say which backend was chosen", _BOOL),

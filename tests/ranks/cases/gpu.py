@@ -147,9 +147,7 @@ def case_overlapping_teams(world):
     first, second = world.team([0, 1, 2]), world.team([1, 2, 3])
     x = world.array(np.full(3000, world.rank + 1, np.float32))
     plans = [
-        (team, tdx.AllReduce(world, 3000, "float32", team=team))
-        for team in (first, second)
-        if team
+        (team, tdx.AllReduce(world, 3000, "float32", team=team)) for team in (first, second) if team
     ]
     for _ in range(300):
         for _, plan in plans:

@@ -204,3 +204,32 @@ def case_load_ll_all_of_too_many_ranks(world):
     many_ranks_kernel[(1,)](words, out, world.handle, RANKS=17)
     refused(world, "load_ll_all takes at most 16 ranks, got 17; use load_ll")
     world.barrier()
+
+
+@triton.jit
+def early_kernel(x, inbox, out, arrived, channel, world):
+    right = (tdl.rank(world) + 1) % tdl.num_ranks(world)
+    call = tdl.epoch(channel)
+    tdl.barrier(channel, world)
+    tdl.notify(arrived, right, world, call)  # before the data
+    tl.store(tdl.symm_at(inbox, right, world), tl.load(x))
+    ok = tdl.wait(arrived, world, call)
+    tl.store(out, tl.load(inbox), mask=ok)
+
+
+@isolated
+@worlds(2)
+def case_a_seed_shows_data_stored_after_the_notify(comm, backend):
+    if backend != "host":
+        return
+    wrong = 0
+    for seed in range(1, 6):
+        tdx.config.host_seed = seed
+        with tdx.init(comm, backend=backend) as world:
+            x, inbox, out = (world.zeros(1, "int32") for _ in range(3))
+            arrived, channel = world.zeros(1, "int32"), world.channel(1)
+            for call in range(1, 21):
+                x.copy_from(np.full(1, call, np.int32))
+                early_kernel[(1,)](x, inbox, out, arrived, channel, world.handle)
+                wrong += int(out.numpy()[0] != call)
+    assert sum(comm.allgather(wrong)) > 0

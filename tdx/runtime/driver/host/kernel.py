@@ -30,6 +30,7 @@ from tdx.runtime.errors import DriverError, InvalidArgument
 __all__ = ["Fibre", "KernelRun", "PreparedKernel"]
 
 _SLICE_S = 2e-3  # a program, or the start of new ones, lets the other streams have a turn after
+_DELAYED, _DELAY_S = 0.1, 1e-3  # with a seed: how often a program waits a while, and how long
 _REMEMBERED = 64  # addresses whose last value a program remembers, to notice that it spins
 _SMALL = 64  # elements of loads that may be those of a spin loop
 _STATES = 1024  # more than a spin loop goes through
@@ -95,6 +96,8 @@ class Fibre:
             over = time.perf_counter() > self.slice_end
         else:
             over = randomness.random() < 0.2
+            if randomness.random() < _DELAYED:
+                time.sleep(randomness.random() * _DELAY_S)  # peers see what is there, and no more
         if over:
             if self.moved:
                 self.states.clear()
