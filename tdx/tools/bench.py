@@ -100,8 +100,13 @@ def _check(args: argparse.Namespace) -> None:
     if args.shapes and args.preset:
         raise InvalidArgument("--shapes and --preset: give one of them")
     presets.given(args.shapes or (), args.operation, args.ranks)
-    _sizes(args)
-    dtypes.resolve(args.dtype)
+    itemsize = dtypes.resolve(args.dtype).itemsize
+    for nbytes in _sizes(args):
+        if nbytes % itemsize:
+            raise InvalidArgument(
+                f"--sizes: {nbytes} bytes are no whole number of elements of {args.dtype}, which "
+                f"take {itemsize} each"
+            )
     for name in ("json", "plot"):
         path = getattr(args, name)
         if path and not Path(path).absolute().parent.is_dir():

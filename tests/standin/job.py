@@ -12,6 +12,7 @@ import traceback
 
 from tests.standin import (  # noqa: F401  # declare their scenarios
     contexts,
+    ends,
     exchange,
     failures,
     foreign,
@@ -19,6 +20,7 @@ from tests.standin import (  # noqa: F401  # declare their scenarios
     ordering,
     products,
     sharing,
+    threads,
     use,
 )
 from tests.standin.ranks import SCENARIOS, Rank

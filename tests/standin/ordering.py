@@ -18,7 +18,7 @@ from tests.standin.foreign import CupyArray, stand_in_for_cupy
 from tests.standin.ranks import Rank, scenario
 
 
-class _Order:
+class Order:
     """What a driver was given, in order: a stream for work on it, (before, after) for a wait."""
 
     def __init__(self, driver: Any):
@@ -59,7 +59,7 @@ def work_in_a_program_with_pytorch(rank: Rank) -> None:
     theirs = int(cu.cuStreamCreate(0)[1])
     x = world.zeros(64, np.float32, symmetric=False)
     plan = tdx.AllReduce(world, (64,), np.float32)
-    order = _Order(driver)
+    order = Order(driver)
 
     def launch() -> None:
         """As Triton does: asks for the stream, then for addresses."""
@@ -142,7 +142,7 @@ def operands_of_two_streams(rank: Rank) -> None:
     plan = tdx.AllReduce(world, 64, np.int32)
     plan(*arrays)
     tdx.all_reduce(arrays[0], out=arrays[1])
-    order = _Order(world.driver)
+    order = Order(world.driver)
     plan(*arrays)
     assert order.taken() == [(streams[1], streams[0])]
     with tdx.graph(world) as graph:
@@ -218,7 +218,7 @@ def streams_of_others(rank: Rank) -> None:
     driver, own = world.driver, world.stream.handle
     theirs = int(cu.cuStreamCreate(0)[1])
     x = world.zeros(64, np.float32, symmetric=False)
-    order = _Order(driver)
+    order = Order(driver)
     with world.on(theirs):
         driver.launch_stream()
         x.data_ptr()
@@ -251,7 +251,7 @@ def exports_are_remembered(rank: Rank) -> None:
     world = rank.init()
     x = world.zeros(1000, np.float32, symmetric=False)
     capsule = x.__dlpack__(stream=1)
-    order = _Order(world.driver)
+    order = Order(world.driver)
     address = x.data_ptr()
     del capsule, x
     y = world.zeros(1000, np.float32, symmetric=False)
@@ -260,3 +260,66 @@ def exports_are_remembered(rank: Rank) -> None:
     world.close()
     del y, order
     gc.collect()
+
+
+@scenario(1)
+def what_a_producer_came_before(rank: Rank) -> None:
+    """`out=` moves a call to another stream: that waits for the one its producer was given."""
+    import tdx
+
+    with rank.leaves_modules():
+        world = rank.init()
+        own, side = world.stream.own, world.new_stream().handle
+        stand_in_for_cupy(SimpleNamespace(ptr=side))
+        out = CupyArray(world, world.zeros(64, np.int32, symmetric=False))
+        with allocated(world.device.index, pieces=1) as allocator:
+            for _ in range(2):  # the first makes the plan
+                x, order = allocator.array(0, 64), Order(world.driver)
+                tdx.all_reduce(x, out=out)
+            assert (x.streams, order.taken()) == ([own], [(own, side)])
+            world.synchronize()
+            del x
+        del sys.modules["cupy"]
+        world.close()
+        del out, order
+
+
+@scenario(1)
+def producers_on_streams_of_others(rank: Rank) -> None:
+    """A call asks no stream that its owner may have destroyed since an earlier one."""
+    from cuda.bindings import driver as cu
+
+    import tdx
+
+    with rank.leaves_modules():
+        world = rank.init()
+        out, plan = world.zeros(64, np.int32), tdx.AllReduce(world, 64, np.int32)
+        theirs = int(cu.cuStreamCreate(0)[1])
+        with allocated(world.device.index, pieces=1) as allocator:
+            plan(allocator.array(0, 64), out=out, stream=theirs)
+            cu.cuStreamDestroy(theirs)
+            plan(allocator.array(0, 64), out=out)
+            world.close()
+        del out, plan
+
+
+@scenario(1)
+def zeros_of_a_graph(rank: Rank) -> None:
+    """A replay that fills an array comes behind what uses it on other streams by then."""
+    import tdx
+
+    with rank.leaves_modules():
+        world = rank.init()
+        side, third = world.new_stream(), world.new_stream()
+        plan = tdx.AllReduce(world, 64, np.float32)
+        out = world.zeros(64, np.float32)
+        with tdx.graph(world) as graph:
+            x = world.zeros(64, np.float32, symmetric=False)
+        plan(x, out=out, stream=side)
+        order = Order(world.driver)
+        graph.replay(third)
+        seen = order.taken()
+        assert (side.handle, third.handle) in seen[: seen.index(third.handle)]
+        assert x._block.last == [third.handle]
+        world.close()
+        del x, out, plan, graph, order
