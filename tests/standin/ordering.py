@@ -18,7 +18,7 @@ from tests.standin.foreign import CupyArray, stand_in_for_cupy
 from tests.standin.ranks import Rank, scenario
 
 
-class Order:
+class _Order:
     """What a driver was given, in order: a stream for work on it, (before, after) for a wait."""
 
     def __init__(self, driver: Any):
@@ -59,7 +59,7 @@ def work_in_a_program_with_pytorch(rank: Rank) -> None:
     theirs = int(cu.cuStreamCreate(0)[1])
     x = world.zeros(64, np.float32, symmetric=False)
     plan = tdx.AllReduce(world, (64,), np.float32)
-    order = Order(driver)
+    order = _Order(driver)
 
     def launch() -> None:
         """As Triton does: asks for the stream, then for addresses."""
@@ -142,7 +142,7 @@ def operands_of_two_streams(rank: Rank) -> None:
     plan = tdx.AllReduce(world, 64, np.int32)
     plan(*arrays)
     tdx.all_reduce(arrays[0], out=arrays[1])
-    order = Order(world.driver)
+    order = _Order(world.driver)
     plan(*arrays)
     assert order.taken() == [(streams[1], streams[0])]
     with tdx.graph(world) as graph:
@@ -218,7 +218,7 @@ def streams_of_others(rank: Rank) -> None:
     driver, own = world.driver, world.stream.handle
     theirs = int(cu.cuStreamCreate(0)[1])
     x = world.zeros(64, np.float32, symmetric=False)
-    order = Order(driver)
+    order = _Order(driver)
     with world.on(theirs):
         driver.launch_stream()
         x.data_ptr()
@@ -251,7 +251,7 @@ def exports_are_remembered(rank: Rank) -> None:
     world = rank.init()
     x = world.zeros(1000, np.float32, symmetric=False)
     capsule = x.__dlpack__(stream=1)
-    order = Order(world.driver)
+    order = _Order(world.driver)
     address = x.data_ptr()
     del capsule, x
     y = world.zeros(1000, np.float32, symmetric=False)
@@ -274,7 +274,7 @@ def what_a_producer_came_before(rank: Rank) -> None:
         out = CupyArray(world, world.zeros(64, np.int32, symmetric=False))
         with allocated(world.device.index, pieces=1) as allocator:
             for _ in range(2):  # the first makes the plan
-                x, order = allocator.array(0, 64), Order(world.driver)
+                x, order = allocator.array(0, 64), _Order(world.driver)
                 tdx.all_reduce(x, out=out)
             assert (x.streams, order.taken()) == ([own], [(own, side)])
             world.synchronize()
@@ -316,7 +316,7 @@ def zeros_of_a_graph(rank: Rank) -> None:
         with tdx.graph(world) as graph:
             x = world.zeros(64, np.float32, symmetric=False)
         plan(x, out=out, stream=side)
-        order = Order(world.driver)
+        order = _Order(world.driver)
         graph.replay(third)
         seen = order.taken()
         assert (side.handle, third.handle) in seen[: seen.index(third.handle)]

@@ -19,6 +19,7 @@ from tests.standin.ranks import SIZES
 # in a process of their own: they need one that is set up badly, or leave one in ruins
 _ALONE = {
     "old_driver", "no_library", "no_binding", "no_compiler", "every_verb_of_close", "one_compiles",
+    "a_device_breaks",
 }  # fmt: skip
 _LIMIT_S = 120.0
 _SIZES = sorted({size for sizes in SIZES.values() for size in sizes})
@@ -95,9 +96,12 @@ def test_scenario(library: Path, outcomes: dict[int, dict[str, str]], size: int,
     assert not known[name], known[name].replace("\\n", "\n")
 
 
-@pytest.mark.parametrize("size", SIZES["every_verb_of_close"])
-def test_close_fails(library: Path, size: int):
-    run_alone(library, size, "every_verb_of_close")
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(n, s) for s in ("every_verb_of_close", "a_device_breaks") for n in SIZES[s]],
+)
+def test_close_fails(library: Path, size: int, name: str):
+    run_alone(library, size, name)
 
 
 @pytest.mark.parametrize("size", SIZES["no_compiler"])
