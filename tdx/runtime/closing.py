@@ -23,6 +23,7 @@ def close(world: World, meet: bool) -> None:
     """Close a world; `meet`: after its device and its peers. See `World.close`."""
     if world.closed:
         return
+    world.closing = True
     mismatch = world.channels.mismatch
     known = world.faults.raised or mismatch  # the caller has seen it: closing is left to do
     failure: BaseException | None = mismatch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -32,6 +33,7 @@ __all__ = ["Faults", "Pointer"]
 
 _STATE = abi.RECORD_STATE
 _NOBODY = 1 << 20  # a world rank whose memory is nowhere: for peers beyond a team
+_LEFT_S = 1.0  # what a peer that left has sent is used for so long
 _WATCH_S = 0.2  # how often the watcher looks: a fault is reported well within a second
 
 
@@ -97,6 +99,7 @@ class Faults:
         self.abort = False  # end the process when a peer is lost
         self._lock = threading.Lock()
         self._said = False
+        self._left_since = math.inf  # when peers were first seen to have left
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="tdx-watcher", daemon=True)
         self._watcher.start()
@@ -144,6 +147,8 @@ class Faults:
         elif (lost or given_up) and self.first is None:
             fault = self._lost(lost) if lost else self._given_up(given_up)
             self._stand(channels.explain(fault))
+        elif self.first is None and (left := self._left()):
+            self._stand(channels.explain(left))
         return bool(self.record[abi.RECORD_STATE])
 
     def _stand(self, fault: TdxError) -> None:
@@ -153,6 +158,25 @@ class Faults:
                 self.first = fault
                 self.record[abi.RECORD_STATE] = 1
         self.halt()
+
+    def _left(self) -> PeerLost | None:
+        """For peers that closed their world while this rank goes on: an error made them leave.
+
+        What they sent has arrived by then; a while is for what comes of it.
+        """
+        world, now = self._world, time.monotonic()
+        left = frozenset() if world.closing else world.channels.departed()
+        if not left:
+            self._left_since = math.inf
+            return None
+        self._left_since = min(self._left_since, now)
+        if now - self._left_since < _LEFT_S:
+            return None
+        return PeerLost(
+            f"rank {world.rank} lost {describe_ranks(left)}: the world was closed there, after an "
+            "error or too early, while it is in use here",
+            sorted(left),
+        )
 
     def _lost(self, ranks: frozenset[int]) -> PeerLost:
         return PeerLost(

@@ -82,7 +82,7 @@ class World(Group):
         self.here = driver.here
         self.device = driver.info
         self.backend = driver.info.backend
-        self.closed = False
+        self.closing = self.closed = False
         self.recovered = False  # closed by recover(), so that arrays can still be read
         self.recording: Graph | None = None
         self.plans: dict[Any, Any] = {}  # one-line functions keep their plans here

@@ -18,7 +18,7 @@ import triton.language as tl
 import tdx
 import tdx.language as tdl
 from tdx.kernels.all_reduce import Config
-from tdx.runtime.errors import Closed, CollectiveMismatch, InvalidArgument, TdxError
+from tdx.runtime.errors import Closed, CollectiveMismatch, InvalidArgument, PeerLost, TdxError
 from tests.helpers.cases import isolated, limit, worlds
 
 
@@ -201,3 +201,24 @@ def case_an_export_that_fails(world):
         with pytest.raises(TypeError, match=r"pass x\.numpy\(\) on"):
             copied(x)
     x.free()
+
+
+@isolated
+@worlds(3)
+@limit(30)
+def case_a_peer_that_left_by_an_error(comm, backend):
+    """Who waits for it hears so soon after, not at the deadline."""
+    began = time.monotonic()
+    error = KeyError if comm.Get_rank() == 1 else PeerLost
+    with (
+        pytest.raises(error, match=None if comm.Get_rank() == 1 else "the world was closed there"),
+        tdx.init(comm, backend=backend, timeout_s=20) as world,
+    ):
+        plan = tdx.AllReduce(world, 100, "float32")
+        x = world.array(np.ones(100, np.float32))
+        assert (plan(x).numpy() == 3).all()
+        world.barrier()
+        if world.rank == 1:
+            raise KeyError
+        plan(x).numpy()
+    assert time.monotonic() - began < 10
