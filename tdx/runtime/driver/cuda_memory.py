@@ -166,6 +166,8 @@ class CudaMemory(CudaWindow):
                         address = addresses.pop()
                         self._spare_bytes -= nbytes
                         self._free_on(address, stream)
+                if of_stream is not None:
+                    self._spare.pop((nbytes, stream), None)
 
     def _late_bytes(self) -> int:
         return sum(self._allocated.get(address, 0) for address, _ in [*self._late])
