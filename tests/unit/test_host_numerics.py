@@ -204,3 +204,30 @@ def test_16_bit_atomics(world, dtype):
     target = world.zeros(4, dtype)
     _accumulate[(8,)](target, 1.0, 16)
     assert (target.numpy().astype(np.float32) == 128).all()
+
+
+@triton.jit
+def _extremes(a, b, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(a + i), tl.load(b + i)
+    tl.store(out + i, tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + N + i, tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 2 * N + i, tl.maximum(x, y))
+    tl.store(out + 3 * N + i, tl.minimum(x, y))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, F16, BF16, E5M2])
+def test_zeros_of_both_signs(world, dtype):
+    """+0 is the larger one, as PTX has it; NaN and all else as usual."""
+    a = np.array([0.0, -0.0, 0.0, -0.0, np.nan, 1, -2, 3], dtype)
+    b = np.array([-0.0, 0.0, 0.0, -0.0, 1, np.nan, -0.0, 3], dtype)
+    x, y = (world.array(v, symmetric=False) for v in (a, b))
+    out = world.empty((4, 8), dtype, symmetric=False)
+    _extremes[(1,)](x, y, out, N=8)
+    most, least = (np.float64(v) for v in ([0, 0, 0, -0.0], [-0.0, -0.0, 0, -0.0]))
+    got = out.numpy().astype(np.float64)
+    for row, zeros in zip(got, (most, least, most, least), strict=True):
+        np.testing.assert_array_equal(np.signbit(row[:4]), np.signbit(zeros))
+    assert np.isnan(got[:2, 4:6]).all()
+    assert (got[2:, 4:6] == 1).all()
+    np.testing.assert_array_equal(got[:, 6:], [[-0.0, 3], [-2, 3]] * 2)

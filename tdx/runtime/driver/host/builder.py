@@ -58,6 +58,11 @@ def _handle(values: np.ndarray, dtype: Any) -> TensorHandle:
     return TensorHandle(from_float32(values, dtype), dtype)
 
 
+def _signed(choose: Any, negative: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """What `choose` takes; of equal values that with the sign bit `negative`, if there is one."""
+    return np.where(x == y, np.where(np.signbit(x) == negative, x, y), choose(x, y))
+
+
 class HostBuilder(interpreter.InterpreterBuilder):
     """What Triton's interpreted operations call; the running fibre gives the program index."""
 
@@ -115,6 +120,19 @@ class HostBuilder(interpreter.InterpreterBuilder):
             exact = np.multiply(_wide(x), _wide(y), dtype=np.float64) + _wide(z)
             return _handle(exact, z.dtype.scalar)
         return super().create_fma(x, y, z)
+
+    # of zeros of both signs GPUs take +0 as the larger one, NumPy the one that comes second
+    def create_maximumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, functools.partial(_signed, np.maximum, 0))
+
+    def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, functools.partial(_signed, np.fmax, 0))
+
+    def create_minimumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, functools.partial(_signed, np.minimum, 1))
+
+    def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, functools.partial(_signed, np.fmin, 1))
 
     def create_fabs(self, arg: TensorHandle) -> TensorHandle:
         return self.unary_op(arg, np.abs) if _narrow(arg) else super().create_fabs(arg)
