@@ -342,7 +342,9 @@ class Broadcast(Plan):
             self._words_kernel(width)(stream, op, to)
         else:
             alignment = math.gcd(self._alignment, op.address, to.address)
-            self._scatter_kernel(is_direct(self, to, self._alignment), alignment)(stream, op, to)
+            # nobody writes to the root: its result goes through no slot
+            direct = self.group.rank == self.root or is_direct(self, to, self._alignment)
+            self._scatter_kernel(direct, alignment)(stream, op, to)
 
 
 def broadcast(
