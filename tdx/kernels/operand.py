@@ -164,12 +164,13 @@ def operand(world: World, x: Any, what: str) -> Operand:
     strides = _in_elements(memory.strides, size)
     if strides is None:
         raise InvalidArgument(f"{what}: strides {memory.strides} are no multiples of {size} bytes")
-    address = memory.address
+    address: int = memory.address
+    owner: Any = (x, memory)
     if world.registry and (found := world.registry.find(address)):  # not by two addresses
-        address = found[0]
-        block = block or found[1]
+        address, owner = found
+        block = block or owner
     return Operand(
-        address, memory.dtype, memory.shape, strides, (x, memory), block,
+        address, memory.dtype, memory.shape, strides, owner, block,
         not (memory.readonly or memory.copied), home,
     )  # fmt: skip
 

@@ -6,21 +6,11 @@ from typing import TYPE_CHECKING
 
 from tdx.runtime.errors import CollectiveMismatch
 from tdx.runtime.heap import Call, first_difference
-from tdx.runtime.outcomes import require_same_calls
 
 if TYPE_CHECKING:
     from tdx.runtime.group import Group
 
-__all__ = ["agree", "record"]
-
-_HEAP = " heap="
-
-
-def record(group: Group, call: str) -> str:
-    """What the ranks of a group compare: the call, and all they allocated so far."""
-    digest = group.world.user_region.heap.digest.hex()[:16]
-    team = f" team={list(group.ranks)}" if group.index else ""
-    return f"{call}{team}{_HEAP}{digest}"
+__all__ = ["agree"]
 
 
 def agree(group: Group, call: str) -> None:
@@ -29,13 +19,11 @@ def agree(group: Group, call: str) -> None:
     Raises CollectiveMismatch with the table rank -> call on every rank; when only the heaps
     differ, it names the first allocation that does.
     """
-    channels = group.world.channels
-    try:
-        channels.agree(record(group, call), members=group.ranks)
-    except CollectiveMismatch as error:
-        # without the state of the heaps, which says nothing to a reader
-        require_same_calls({r: text.partition(_HEAP)[0] for r, text in error.calls.items()})
-        raise _diverged(group, call) from error  # every rank sees the same table and comes here
+    world = group.world
+    text = f"{call} team={list(group.ranks)}" if group.index else call
+    digest = world.user_region.heap.digest
+    if len(set(world.channels.allgather(digest, text, group.ranks))) > 1:
+        raise _diverged(group, call)  # every rank sees the same digests and comes here
 
 
 def _diverged(group: Group, call: str) -> CollectiveMismatch:

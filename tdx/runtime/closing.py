@@ -23,16 +23,20 @@ def close(world: World, meet: bool) -> None:
     """Close a world; `meet`: after its device and its peers. See `World.close`."""
     if world.closed:
         return
-    world.closing = True
     mismatch = world.channels.mismatch
     known = world.faults.raised or mismatch  # the caller has seen it: closing is left to do
     failure: BaseException | None = mismatch
     try:
         if meet and mismatch is None:
             world.synchronize()
+            world.closing = True  # from here on peers may leave
             world.channels.barrier("close")
     except TdxError as error:
         failure = error
+    except BaseException:
+        world.closing = False
+        raise
+    world.closing = True
     if failure is not None or not meet:
         world.faults.halt()
         world.driver.abandon()

@@ -160,13 +160,13 @@ class Faults:
         self.halt()
 
     def _left(self) -> PeerLost | None:
-        """For peers that closed their world while this rank goes on: an error made them leave.
+        """For peers that closed their world while work is queued here, which may wait for them.
 
         What they sent has arrived by then; a while is for what comes of it.
         """
         world, now = self._world, time.monotonic()
         left = frozenset() if world.closing else world.channels.departed()
-        if not left:
+        if not left or not world.driver.is_busy():
             self._left_since = math.inf
             return None
         self._left_since = min(self._left_since, now)

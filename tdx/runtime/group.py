@@ -102,6 +102,11 @@ class Outsider:
     def __bool__(self) -> Literal[False]:
         return False
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise InvalidArgument(f"{self!r} has no {name}: ask `if team:` before")
+
     def __repr__(self) -> str:
         return f"<no tdx.Team: rank {self.rank} is not one of {self.ranks}>"
 

@@ -38,6 +38,7 @@ class Registry:
         self._heap = Heap(self._start, self._start, world.window.granularity())
         self._held: dict[int, tuple[int, Imported]] = {}  # offset in the heap -> bytes, memory
         self._blocks: dict[int, weakref.ref[_Registered]] = {}  # offset -> as long as it is in use
+        self._first, self._end = 1 << 64, 0  # addresses between which all of it has ever been
         self._count = 0
 
     def __bool__(self) -> bool:
@@ -65,8 +66,10 @@ class Registry:
         address = world.window.address(world.rank, self._start + offset) + skipped
         label = f"registered{self._count}"
         block = _Registered(self, offset, address, memory, label)
-        self._held[offset] = max(map(sum, sizes)), memory
         self._blocks[offset] = weakref.ref(block)
+        self._held[offset] = max(map(sum, sizes)), memory
+        self._first = min(self._first, memory.address)
+        self._end = max(self._end, memory.address + memory.nbytes)
         site = Site("kernel", label, itemsize=max(4, memory.dtype.itemsize))
         world.note_site(block, self._start + offset + skipped, site)
         strides = dlpack.row_major(memory.shape, memory.dtype.itemsize)
@@ -74,10 +77,12 @@ class Registry:
 
     def find(self, address: int) -> tuple[int, Block] | None:
         """Where the window has what lies at an address of its owner, if it is registered."""
+        if not self._first <= address < self._end:
+            return None
         for offset, (_, memory) in [*self._held.items()]:
             begin = address - memory.address
-            if 0 <= begin < memory.nbytes:
-                block = self._blocks[offset]()
+            if 0 <= begin < memory.nbytes and (known := self._blocks.get(offset)):
+                block = known()
                 if block is not None and not block.freed:
                     return block.address + begin, block
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,7 @@ __all__ = [
 DEFAULT_STREAM = 1  # the default stream's other name: 0 also means that no stream is given
 NOWHERE = -1  # where memory was used that has not been used
 ANYWHERE = -2  # where a consumer used it who does not say
+_LAUNCHED_S = 60.0  # by then what a thread held memory for has been queued
 
 
 class Here(threading.local):
@@ -156,7 +158,17 @@ class _Held:
     def __init__(self, owners: list[Any], stream: int):
         self.owners, self.stream, self.event = owners, stream, 0
         self.thread = threading.current_thread()
+        self.since = time.monotonic()
         self.queued = False  # for certain: the thread has come back since
+
+    def is_queued(self, thread: threading.Thread) -> bool:
+        """Whether the call was launched, as `thread` sees it: a moment after it was held."""
+        return (
+            self.queued
+            or self.thread is thread
+            or not self.thread.is_alive()
+            or time.monotonic() - self.since > _LAUNCHED_S
+        )
 
 
 class InFlight:
@@ -164,24 +176,35 @@ class InFlight:
 
     def __init__(self, driver: Driver):
         self._driver = driver
-        self._held: deque[_Held] = deque()
+        self._held: dict[threading.Thread, deque[_Held]] = {}  # of each thread, in its order
         self._lock = threading.RLock()
 
     def hold(self, owners: list[Any], stream: int) -> None:
         """Until the call that this thread queues next on `stream` is done.
 
-        Lets go of what is done by now, from the first on, up to what is not.
+        Lets go of what is done by now: each thread's calls from the first on, up to what is not.
         """
         thread = threading.current_thread()
-        done = []  # goes when the lock is free: owners do what they like then
         with self._lock:
-            for entry in reversed(self._held):
-                if entry.thread is thread:
-                    self._follow(entry)
-                    break
-            while self._held and self._is_done(self._held[0], thread):
-                done.append(self._held.popleft())
-            self._held.append(_Held(owners, stream))
+            own = self._held.setdefault(thread, deque())
+            if own:
+                self._follow(own[-1])
+            done = self._take(lambda entry: self._is_done(entry, thread))
+            self._held.setdefault(thread, deque()).append(_Held(owners, stream))
+        del done  # now that the lock is free: owners do what they like
+
+    def _take(self, ready: Callable[[_Held], bool]) -> list[_Held]:
+        """Remove what is `ready` from the front of each thread's calls."""
+        taken = []
+        for thread, entries in [*self._held.items()]:
+            while entries and ready(entries[0]):
+                taken.append(entries.popleft())
+            if not entries:
+                del self._held[thread]
+        for entry in taken:
+            if entry.event:
+                self._driver.event_destroy(entry.event)
+        return taken
 
     def _follow(self, entry: _Held) -> None:
         """The entry's call has been queued: put an event behind it, if it has none."""
@@ -194,27 +217,22 @@ class InFlight:
         entry.queued = True
 
     def _is_done(self, entry: _Held, thread: threading.Thread) -> bool:
-        driver, stream = self._driver, entry.stream
-        if not (entry.queued or entry.thread is thread) and entry.thread.is_alive():
+        if not entry.is_queued(thread):
             return False
-        if entry.event:
-            if not driver.event_query(entry.event):
-                return False
-            driver.event_destroy(entry.event)
-            entry.event = 0
-            return True
-        return finished(driver, stream)
+        driver = self._driver
+        return driver.event_query(entry.event) if entry.event else finished(driver, entry.stream)
 
     def release(self, stream: int | None = None) -> None:
-        """What this thread has queued on `stream`, or anywhere, is done."""
+        """What this thread has queued on `stream`, or anywhere, is done: let go of that, too."""
         thread = threading.current_thread()
         with self._lock:
-            every = [*self._held]
-            done = [e for e in every if e.thread is thread and stream in (None, e.stream)]
-            self._held = deque(entry for entry in every if entry not in done)
-            for entry in done:
-                if entry.event:
-                    self._driver.event_destroy(entry.event)
+            done = self._take(
+                lambda entry: (
+                    (entry.thread is thread and stream in (None, entry.stream))
+                    or self._is_done(entry, thread)
+                )
+            )
+        del done
 
 
 def order(driver: Driver, before: int, after: int) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from tdx import abi
 from tdx.runtime.errors import HeapExhausted
 from tdx.runtime.heap import Heap, HeapFull, format_bytes
-from tdx.runtime.stream import NOWHERE, finished
+from tdx.runtime.stream import ANYWHERE, NOWHERE, finished
 from tdx.runtime.undo import Undo
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Region", "RuntimeRegions", "Window"]
 
 _FIRST_RUNTIME_BYTES = 2 << 20
+_SCATTERED_BYTES = 256 << 20  # dropped where only an idle device shows that it is not read
 _LARGEST_STEP = 1 << 30  # a region doubles as it grows, by at most this much at once
 
 
@@ -269,16 +270,21 @@ class Region:
         streams = {stream for _, last in dropped for stream in last}
         busy = {stream for stream in streams if not finished(self.window.driver, stream)}
         mine = [offset for offset, last in dropped if busy.isdisjoint(last)]
-        payload = struct.pack(f"<{len(mine)}Q", *mine)
+        sizes = self.heap.blocks
+        waiting = sum(sizes[offset] for offset, last in dropped if ANYWHERE in last)
+        payload = struct.pack(f"<{1 + len(mine)}Q", waiting, *mine)
         what = f"{self.name} heap is full at {full.requested} bytes"  # names may differ
         everybody = self.window.channel.allgather(payload, what, self.ranks)
-        agreed = set(mine)
+        agreed, least = set(mine), waiting
         for theirs in everybody:
-            agreed &= {offset for (offset,) in struct.iter_unpack("<Q", theirs)}
+            (amount,), *offsets = struct.iter_unpack("<Q", theirs)
+            agreed &= {offset for (offset,) in offsets}
+            least = min(least, amount)
         self.heap.reclaim(sorted(agreed))
         for offset in agreed:
             del self._last[offset]
-        return ""
+        # rather than to grow for ever, wait for consumers who do not say what they still read
+        return self._reclaim_all(full) if least > _SCATTERED_BYTES else ""
 
     def _reclaim_all(self, full: HeapFull) -> str:
         """As _reclaim_idle, after the queued work and a garbage collection."""

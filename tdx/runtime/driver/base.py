@@ -239,6 +239,9 @@ class Driver(Protocol):
         `at`: the stream on which that work is done, if it is another one.
         """
 
+    def is_busy(self) -> bool:
+        """Whether work is queued that is not done, as far as can be told; never waits."""
+
     def left_at(self, stream: int) -> int | None:
         """The event at the last mark, 0 if there is nothing to wait for.
 

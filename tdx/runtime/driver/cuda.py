@@ -200,6 +200,16 @@ class CudaDriver(CudaMemory):
             self._marks[stream] = event
             self._marks.move_to_end(stream)
 
+    def is_busy(self) -> bool:
+        if self._recording or self._closed:
+            return False
+        with contextlib.suppress(TdxError):  # what another thread destroys meanwhile
+            for stream in [*self._streams, *self._followed]:
+                if not self.capturing(stream) and not self.stream_query(stream):
+                    return True
+            return any(not self.event_query(event) for event in [*self._marks.values()])
+        return False
+
     def left_at(self, stream: int) -> int | None:
         # CUDA gives the handle of a destroyed stream to a new one when its work is done
         if stream in self._lasting or stream in self._entered:

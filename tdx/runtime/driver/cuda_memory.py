@@ -17,7 +17,8 @@ __all__ = ["CudaMemory"]
 
 _UNIT = 512  # bytes: sizes are rounded up, so that freed memory fits the next allocation
 _SPARE_BYTES = 64 << 20  # freed memory that is kept at hand
-_LATE_BYTES = 256 << 20  # that only an idle GPU shows to be free; of more it is waited for
+# memory that only an idle GPU shows to be free; where there is more of it that is waited for
+_LATE_BYTES, _LATE_PIECES = 256 << 20, 4096
 _KEEP_ALL = 2**63  # bytes a pool keeps for its next allocations
 
 
@@ -37,6 +38,7 @@ class CudaMemory(CudaWindow):
         self._spare_bytes = 0
         # memory that cannot be returned yet, with the stream of its last use
         self._late: deque[tuple[int, int]] = deque()
+        self._late_bytes = 0  # about, where threads race
 
     def _open_pool(self) -> None:
         """A pool of our own: how much it keeps is no other library's business."""
@@ -90,7 +92,7 @@ class CudaMemory(CudaWindow):
                 return address
         # memory must not become part of a graph that is recorded
         recorded = bool(self._recording) or self.recorded_elsewhere(stream)
-        if not recorded and self._late and self._late_bytes() > _LATE_BYTES:
+        if not recorded and (self._late_bytes > _LATE_BYTES or len(self._late) > _LATE_PIECES):
             self._return_idle()
         taker = self._side if recorded else stream
         try:
@@ -123,10 +125,10 @@ class CudaMemory(CudaWindow):
         if self._closed:
             with self._borrowed():
                 if not self._try_free(address, stream, True):
-                    self._late.append((address, stream))
+                    self._put_late(address, stream)
                 self._last_gone()
         elif not self._try_free(address, stream, False):
-            self._late.append((address, stream))
+            self._put_late(address, stream)
 
     def _try_free(self, address: int, stream: int, idle: bool) -> bool:
         """Give memory back if it can be now; `idle`: no stream of the device has work."""
@@ -169,12 +171,14 @@ class CudaMemory(CudaWindow):
                 if of_stream is not None:
                     self._spare.pop((nbytes, stream), None)
 
-    def _late_bytes(self) -> int:
-        return sum(self._allocated.get(address, 0) for address, _ in [*self._late])
+    def _put_late(self, address: int, stream: int) -> None:
+        self._late_bytes += self._allocated.get(address, 0)
+        self._late.append((address, stream))
 
     def _take_late(self) -> list[tuple[int, int]]:
         """What waits to be returned, no longer in the list: threads must not return it twice."""
         taken = []
+        self._late_bytes = 0
         with contextlib.suppress(IndexError):
             while True:
                 taken.append(self._late.popleft())
@@ -186,10 +190,11 @@ class CudaMemory(CudaWindow):
             try:
                 returned = self._try_free(address, stream, idle)
             except BaseException:
-                self._late.extend([*late, (address, stream)])
+                for each in (*late, (address, stream)):
+                    self._put_late(*each)
                 raise
             if not returned:
-                self._late.append((address, stream))
+                self._put_late(address, stream)
 
     def _return_idle(self) -> None:
         """Wait for the GPU and return what has waited for that; not what came meanwhile."""
@@ -197,7 +202,8 @@ class CudaMemory(CudaWindow):
         try:
             self.wait_for_all()
         except BaseException:
-            self._late.extend(late)
+            for each in late:
+                self._put_late(*each)
             raise
         self._return_late(late, idle=True)
 

@@ -20,6 +20,7 @@ import tdx.language as tdl
 from tdx.kernels.all_reduce import Config
 from tdx.runtime.errors import Closed, CollectiveMismatch, InvalidArgument, PeerLost, TdxError
 from tests.helpers.cases import isolated, limit, worlds
+from tests.ranks.cases.registration import by_memfd
 
 
 @triton.jit
@@ -206,7 +207,8 @@ def case_an_export_that_fails(world):
 @isolated
 @worlds(3)
 @limit(30)
-def case_a_peer_that_left_by_an_error(comm, backend):
+@pytest.mark.parametrize("way", ["in the block", "at its end"])
+def case_a_peer_that_left_by_an_error(comm, backend, way):
     """Who waits for it hears so soon after, not at the deadline."""
 
     def use():
@@ -217,9 +219,52 @@ def case_a_peer_that_left_by_an_error(comm, backend):
             world.barrier()
             if world.rank == 1:
                 raise KeyError("left by an error")
-            plan(x).numpy()
+            result = plan(x)
+            if way == "in the block":
+                result.numpy()
 
     began, left = time.monotonic(), comm.Get_rank() == 1
     with pytest.raises(KeyError if left else PeerLost, match="left by" if left else "closed there"):
         use()
     assert time.monotonic() - began < 10
+
+
+@isolated
+@worlds(2)
+@limit(30)
+def case_a_peer_that_left_when_nothing_is_queued(comm, backend):
+    """What is done stays good."""
+    world = tdx.init(comm, backend=backend, timeout_s=5)
+    out = tdx.all_reduce(world.array(np.ones(100, np.float32)))
+    world.barrier()
+    if world.rank == 1:
+        with pytest.raises(KeyError), world:
+            raise KeyError
+    else:
+        time.sleep(2)
+        assert (out.numpy() == 2).all()
+        with pytest.raises(PeerLost, match="closed its world"):
+            world.close()
+    comm.Barrier()
+
+
+@isolated
+@worlds(1)
+def case_registered_memory_in_a_graph(comm, backend):
+    """What a graph uses by either address is not given back."""
+    if backend != "host":
+        return
+    with tdx.init(comm, backend=backend) as world:
+        theirs = by_memfd(400).view(np.float32)
+        theirs[:] = 3
+        registered, out = world.register(theirs), world.zeros(100, "float32")
+        plan = tdx.AllReduce(world, 100, "float32")
+        with tdx.graph(world) as graph:
+            plan(theirs, out)
+        with pytest.raises(InvalidArgument, match="used by a recorded graph"):
+            registered.free()
+        graph.replay()
+        assert (out.numpy() == 3).all()
+        del graph
+        gc.collect()
+        registered.free()

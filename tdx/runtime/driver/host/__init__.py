@@ -205,6 +205,9 @@ class HostDriver(HostMemory):
     def mark(self, stream: int, at: int | None = None) -> None:
         """All streams are the driver's own."""
 
+    def is_busy(self) -> bool:
+        return any(stream.queue for stream in [*self.device.streams.values()])
+
     def left_at(self, stream: int) -> int | None:
         return None if stream in self.device.streams else 0
 
