@@ -156,9 +156,10 @@ def case_diverging_allocations_are_noticed(comm, backend):
         text = r"allocation 1: rank 0: allocate\(10\) -> 0; rank 1: allocate\(1010\) -> 0"
         with pytest.raises(CollectiveMismatch, match=text):
             agree(world, "call")
-        with pytest.raises(CollectiveMismatch, match=r"rank 0: call 0 .*; rank 1: call 1"):
+        with pytest.raises(CollectiveMismatch, match="rank 0: call 0; rank 1: call 1"):
             agree(world, f"call {world.rank}")
-        world.barrier()
+        with pytest.raises(CollectiveMismatch, match=text):
+            world.barrier()
 
 
 @worlds(1, 2)
