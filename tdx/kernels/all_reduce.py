@@ -174,7 +174,7 @@ class AllReduce(Plan):
         Of every rank's input. float16/32/64, bfloat16, float8, int32/64.
     op : {"sum", "avg", "max", "min"}
     out_dtype, optional
-        Of the result: the input's, or for floats another float type.
+        Of the result: the input's, or for floats another float type (of float64 none of 8 bits).
     bias, residual : bool
         Whether calls pass a vector of the last axis' length, or an array of the input's shape,
         to be added after the reduction. Floats only.
@@ -376,7 +376,7 @@ def all_reduce(
     out : array, optional
         Where the result goes; may be `x`.
     out_dtype, optional
-        Type of the result: for floats any float type.
+        Type of the result: for floats any float type, of float64 none of 8 bits.
     bias, residual : arrays, optional
         (x.shape[-1],) and x.shape: added after the reduction, before the one rounding.
     algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional

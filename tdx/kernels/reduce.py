@@ -68,7 +68,7 @@ class Reduce(Plan):
         Rank of `team` that gets the result.
     op : {"sum", "avg", "max", "min"}
     out_dtype, optional
-        Of the result: the input's, or for floats another float type.
+        Of the result: the input's, or for floats another float type (of float64 none of 8 bits).
     algorithm : {"low_latency", "two_shot"}, optional
     config : Config, optional
         Overrides the choice altogether.
@@ -189,7 +189,7 @@ def reduce(
     out : array, optional
         Where the root's result goes; may be `x`. None on the other ranks.
     out_dtype, optional
-        Type of the result: for floats any float type.
+        Type of the result: for floats any float type, of float64 none of 8 bits.
     algorithm : {"low_latency", "two_shot"}, optional
     team : Team, optional
     stream : optional

@@ -165,7 +165,7 @@ class ReduceScatter(Plan):
         float8, int32/64.
     op : {"sum", "avg", "max", "min"}
     out_dtype, optional
-        Of the result: the input's, or for floats another float type.
+        Of the result: the input's, or for floats another float type (of float64 none of 8 bits).
     algorithm : {"low_latency", "push"}, optional
     config : Config, optional
         Overrides the choice altogether.
@@ -305,7 +305,7 @@ def reduce_scatter(
     out : array, optional
         (n, ...): where the result goes; may be the own part of `x`.
     out_dtype, optional
-        Type of the result: for floats any float type.
+        Type of the result: for floats any float type, of float64 none of 8 bits.
     algorithm : {"low_latency", "push"}, optional
     team : Team, optional
     stream : optional
