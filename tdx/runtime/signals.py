@@ -6,6 +6,7 @@ in symmetric memory with epochs kept on the device. Layouts: tdx/abi.py.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Channel", "Handle", "Site", "Sites", "Usage", "agreed_channel", "make_channel"]
 
 _MAX_BLOCKS = 1 << 16
+_REMEMBERED = 64  # dropped blocks that faults can still be told of
 
 
 class Handle(NamedTuple):
@@ -127,10 +129,14 @@ class Site:
 
 
 class Sites:
-    """Offsets in the own heap -> the site of the block there. Blocks remove themselves."""
+    """Offsets in the own heap -> the site of the block there. Blocks remove themselves.
+
+    The last few of those are found until others take their place: kernels may still use them.
+    """
 
     def __init__(self) -> None:
         self._sites: dict[int, tuple[int, Site]] = {}
+        self._dropped: deque[tuple[int, tuple[int, Site]]] = deque(maxlen=_REMEMBERED)
 
     def add(self, offset: int, nbytes: int, site: Site) -> None:
         self._sites[offset] = (nbytes, site)
@@ -138,11 +144,11 @@ class Sites:
     def remove(self, offset: int, site: Site) -> None:
         """Take the site out, unless a later block has taken its place."""
         if self._sites.get(offset, (0, None))[1] is site:
-            del self._sites[offset]
+            self._dropped.append((offset, self._sites.pop(offset)))
 
     def find(self, offset: int) -> tuple[Site, int] | None:
         """The site of the block that holds byte `offset`, and the index of the word there."""
-        for start, (nbytes, site) in list(self._sites.items()):
+        for start, (nbytes, site) in list(self._sites.items()) + list(self._dropped)[::-1]:
             if start <= offset < start + nbytes:
                 return site, (offset - start) // site.itemsize
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tdx.runtime.signals import Site, Usage
+from tdx.runtime.signals import Site, Sites, Usage
 
 
 @pytest.mark.parametrize("steps", [1, 3, 9])
@@ -45,3 +45,13 @@ def test_names_of_the_words_of_a_channel():
         "channel(2)[block 1, rank 0]", "channel(2)[block 1, rank 2]",
     ]  # fmt: skip
     assert Site("kernel", "x").name(7) == "x[7]"
+
+
+def test_what_was_dropped_is_named_until_its_place_is_taken():
+    sites, first, second = Sites(), Site("kernel", "first"), Site("kernel", "second")
+    sites.add(256, 64, first)
+    sites.remove(256, first)
+    assert sites.find(256 + 8) == (first, 2)
+    sites.add(256, 16, second)
+    assert sites.find(256 + 8) == (second, 2)
+    assert sites.find(512) is None
