@@ -1,4 +1,4 @@
-"""A gather in the kernel that multiplies."""
+"""A gather in the kernel that multiplies: rank by rank, or of all rows before."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.helpers.reference import (
     values,
 )
 
+ALL_IN_ONE = pytest.mark.parametrize("algorithm", ["one_kernel", "low_latency"])
 SMALL = Config(16, 16, 16, num_warps=4)
 # rows a rank, depth, columns
 SHAPES = [(5, 9, 20), (17, 16, 33), (40, 65, 50), (8, 300, 40)]
@@ -28,7 +29,7 @@ SHAPES = [(5, 9, 20), (17, 16, 33), (40, 65, 50), (8, 300, 40)]
 
 def plan_of(world, *shapes, dtype="float32", **given):
     with many_blocks():  # of which several push
-        return tdx.AllGatherMatmul(world, *shapes, dtype, algorithm="one_kernel", **given)
+        return tdx.AllGatherMatmul(world, *shapes, dtype, **given)
 
 
 def whole_a(world, shape, dtype="float32", salt=0):
@@ -43,7 +44,8 @@ def close(got, wanted, depth, *kinds):
 
 @worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def case_values(world, dtype):
+@ALL_IN_ONE
+def case_values(world, algorithm, dtype):
     """Bits of one Config are those of a product of all rows."""
     for m, k, n in SHAPES if world.size < 3 else SHAPES[1::2]:
         b, bias = values(100 + world.rank, (k, n), dtype), values(7, n, dtype)
@@ -51,7 +53,7 @@ def case_values(world, dtype):
         y, z = (world.array(v, symmetric=False) for v in (b, bias))
         turned = world.array(np.ascontiguousarray(b.T), symmetric=False).T
         given = {"bias": True, "activation": "gelu", "dtype": dtype, "config": SMALL}
-        plan = plan_of(world, (m, k), (k, n), **given)
+        plan = plan_of(world, (m, k), (k, n), algorithm=algorithm, **given)
         out = world.array(poisoned((world.size * m, n), dtype), symmetric=False)
         assert plan(x, y, out, bias=z) is out
         whole = whole_a(world, (m, k), dtype)
@@ -78,13 +80,14 @@ def case_bits_of_all_algorithms(world):
 
 @worlds(1, 2, 3)
 @pytest.mark.parametrize("widths", [(0, 24, 9), (0, 0), (33,)])
-def case_several_b(world, widths):
+@ALL_IN_ONE
+def case_several_b(world, algorithm, widths):
     """The first that has columns sends the rows, on each rank another; or the first if none has."""
     m, k = 19, 70
     widths = widths if world.rank % 2 else widths[::-1]
     with many_blocks():
         plan = tdx.AllGatherMatmul(
-            world, (m, k), [(k, n) for n in widths], "float32", algorithm="one_kernel", config=SMALL
+            world, (m, k), [(k, n) for n in widths], "float32", algorithm=algorithm, config=SMALL
         )
     for salt in range(3):
         x = world.array(values(world.rank, (m, k), "float32", salt), symmetric=False)
@@ -99,10 +102,11 @@ def case_several_b(world, widths):
 
 
 @worlds(2, 3)
-def case_repetition_and_graphs(world):
+@ALL_IN_ONE
+def case_repetition_and_graphs(world, algorithm):
     """Many calls without the host, each with other inputs; replays with the gathered rows."""
     m, k, n = 21, 120, 24
-    plan = plan_of(world, (m, k), (k, n), config=SMALL)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL, algorithm=algorithm)
     b = values(3, (k, n), "float32")
     y = world.array(b, symmetric=False)
     xs = [world.array(values(world.rank, (m, k), "float32", i), symmetric=False) for i in range(9)]
@@ -133,10 +137,11 @@ def case_repetition_and_graphs(world):
 
 
 @worlds(3, 4)
-def case_ranks_that_are_ahead(world):
+@ALL_IN_ONE
+def case_ranks_that_are_ahead(world, algorithm):
     """One rank is late in each call, another each time: nobody overwrites what it has not read."""
     m, k, n = 18, 96, 16
-    plan = plan_of(world, (m, k), (k, n), config=SMALL)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL, algorithm=algorithm)
     b = values(3, (k, n), "float32")
     y = world.array(b, symmetric=False)
     xs = [world.array(values(world.rank, (m, k), "float32", i), symmetric=False) for i in range(8)]
@@ -152,12 +157,13 @@ def case_ranks_that_are_ahead(world):
 
 
 @worlds(3)
-def case_a_team_in_another_order(world):
+@ALL_IN_ONE
+def case_a_team_in_another_order(world, algorithm):
     team = world.team(range(world.size)[::-1])
     m, k, n = 9, 64, 20
     b = values(3, (k, n), "float32")
     x = world.array(values(world.rank, (m, k), "float32"), symmetric=False)
-    plan = plan_of(world, (m, k), (k, n), config=SMALL, team=team)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL, team=team, algorithm=algorithm)
     whole = np.concatenate([values(rank, (m, k), "float32") for rank in team.ranks])
     for _ in range(3):
         close(plan(x, world.array(b, symmetric=False)), product(whole, b), k, "float32")
@@ -165,9 +171,10 @@ def case_a_team_in_another_order(world):
 
 
 @worlds(2)
-def case_gathered_behind_a_stream_that_was_closed(world):
+@ALL_IN_ONE
+def case_gathered_behind_a_stream_that_was_closed(world, algorithm):
     m, k, n = 5, 24, 8
-    plan = plan_of(world, (m, k), (k, n), config=SMALL)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL, algorithm=algorithm)
     x = world.array(values(world.rank, (m, k), "float32"), symmetric=False)
     side = world.new_stream()
     plan(x, world.zeros((k, n), "float32", symmetric=False), stream=side)
@@ -176,6 +183,7 @@ def case_gathered_behind_a_stream_that_was_closed(world):
 
 
 @worlds(2)
-def case_gathered_before_a_call(world):
-    plan = plan_of(world, (3, 8), (8, 4))
+@ALL_IN_ONE
+def case_gathered_before_a_call(world, algorithm):
+    plan = plan_of(world, (3, 8), (8, 4), algorithm=algorithm)
     assert not plan.gathered().numpy().any()
