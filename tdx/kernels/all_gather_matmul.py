@@ -11,10 +11,8 @@ fused       A kernel, for large parts copy engines, sends the own rows to every 
             max(operations / rate, (W - 1) * S / bandwidth) + the first own chunk.
 one_kernel  The same in one kernel, whose first blocks send: for up to a few thousand rows.
             Workspace: 3 * W * S bytes. See gathering_product.py.
-low_latency In one kernel as well, for few rows: all of them are multiplied when all have come, so
-            that B is read once, not for each rank's rows. See low_latency_gathering.py.
-unfused     All rows are gathered, then multiplied by another kernel. gathering.py has this gather
-            and that of "fused".
+unfused     All rows are gathered, then multiplied: B is read once, not for each rank's rows, which
+            counts where they are very few. gathering.py has this gather and that of "fused".
 
 Several B (q, k, v; gate and up) share one gather. float8 rows travel with their scales. Bits for
 one Config do not depend on the order of arrival: a tile is one block's sum over K.
@@ -36,7 +34,6 @@ from tdx.kernels.call import Call
 from tdx.kernels.chunk_product import bind_chunks
 from tdx.kernels.gathering import GatherFirst, Gathering
 from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_of
-from tdx.kernels.low_latency_gathering import LowLatencyGathering
 from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import Operand, check_apart, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
@@ -59,8 +56,7 @@ from tdx.runtime.world import World
 
 __all__ = ["ALGORITHMS", "AllGatherMatmul", "all_gather_matmul"]
 
-ALGORITHMS = ("fused", "one_kernel", "low_latency", "unfused")
-_WHOLE = ("low_latency", "unfused")  # they multiply all ranks' rows at once
+ALGORITHMS = ("fused", "one_kernel", "unfused")
 
 
 class AllGatherMatmul(Plan):
@@ -77,7 +73,7 @@ class AllGatherMatmul(Plan):
         change their shapes in the same call.)
     dtype
         float16, bfloat16, float32 or float8_e4m3fn.
-    algorithm : {"fused", "one_kernel", "low_latency", "unfused"}, optional
+    algorithm : {"fused", "one_kernel", "unfused"}, optional
         None: not "fused" for few rows, unless one of the next two is given.
     chunks_per_rank : int, optional
         Signals per rank: finer chunks start earlier and cost more signals. For "fused".
@@ -128,8 +124,8 @@ class AllGatherMatmul(Plan):
                 chunks_per_rank = gather_chunks(world.backend, nbytes, line, size - 1)
             chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
             self.algorithm = algorithm or ("fused" if following else self._choose(nbytes, config))
-            parts = 1 if self.algorithm in _WHOLE else size
-            check_config(config, "" if parts == 1 else self.algorithm)
+            check_config(config, "" if self.algorithm == "unfused" else self.algorithm)
+            parts = 1 if self.algorithm == "unfused" else size
             rows, self._widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
             first_us, beside = engines_us(world.backend, nbytes * (size - 1) // chunks), 0
             if self.algorithm == "one_kernel":
@@ -173,10 +169,9 @@ class AllGatherMatmul(Plan):
         self._gathering: Gathering | GatherFirst | GatheringProduct
         self._called_on = NOWHERE  # the stream of the last call, recorded or not
         self._pusher = -1  # number of the b whose kernel sends rows, also if it is empty
-        if self.algorithm in ("one_kernel", "low_latency"):
-            kind = GatheringProduct if self.algorithm == "one_kernel" else LowLatencyGathering
+        if self.algorithm == "one_kernel":
             self._pusher = next((i for i, (_, n) in enumerate(self.shapes_b) if n), 0)
-            self._gathering = kind(self, shape, self.product, self._pusher)
+            self._gathering = GatheringProduct(self, shape, self.product, self._pusher)
         elif self.algorithm == "unfused":
             self._gathering = GatherFirst(self, shape, self.dtype, scaled)
         else:
@@ -270,8 +265,7 @@ class AllGatherMatmul(Plan):
         product, (k, n) = self.product, self.shapes_b[i]
         if key not in self._kernels and (n or i == self._pusher):
             sizes = (self.group.size * self._rows, n, k, k, 1, *strides)
-            both = isinstance(self._gathering, GatheringProduct)
-            slots = 2 if both else 1  # one descriptor is of both
+            slots = 2 if self.algorithm == "one_kernel" else 1  # one descriptor is of both
             described = product.described(
                 self.world, self.config, (slots * sizes[0], *sizes[1:]), aligned
             )
@@ -300,8 +294,8 @@ class AllGatherMatmul(Plan):
     def gathered(self, stream: Any = None) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault.
 
-        With "one_kernel" and "low_latency" this queues a copy: on `stream`, else on the last call's
-        stream if tdx made that, else on the current stream, behind the call.
+        With "one_kernel" this queues a copy: on `stream`, else on the last call's stream if tdx
+        made that, else on the current stream, behind the call.
         """
         self.world.check()
         gathering, shape = self._gathering, (self.group.size * self.shape_a[0], *self.shape_a[1:])
@@ -349,7 +343,7 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
         (K, N) of this rank, any strides; several share one gather.
     return_gathered : bool
         Return the gathered a as well.
-    algorithm : {"fused", "one_kernel", "low_latency", "unfused"}, optional
+    algorithm : {"fused", "one_kernel", "unfused"}, optional
     bias, scale_b, out : optional
         As matmul has them; with several b sequences, one for each.
     scale_a : optional

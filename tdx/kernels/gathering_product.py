@@ -197,8 +197,6 @@ class GatheringProduct:
         One chunk of all rows of a rank.
     """
 
-    pieces = _PIECES.value  # of a rank's rows: each has a signal
-
     def __init__(self, plan: Plan, shape: tuple[int, ...], product: Product, pusher: int):
         """The kernel of b number `pusher` pushes; it is launched first."""
         world, size, rows = plan.world, plan.group.size, shape[0]
@@ -209,8 +207,8 @@ class GatheringProduct:
         self._nbytes, self._line = elements(shape) * dtype.itemsize, shape[1] * dtype.itemsize
         self.buffer = world.zeros((size, *shape), dtype, symmetric=False, name="gathered")
         self._slots = plan.workspace("slots", (2 * size * rows, shape[1]), dtype)
-        signals = size * self.pieces
-        self._progress = plan.workspace("progress", (signals,), np.int32, self.pieces)
+        pieces = _PIECES.value
+        self._progress = plan.workspace("progress", (size * pieces,), np.int32, pieces)
         self._epoch = world.zeros((1,), np.int32, symmetric=False)
         self._channel = plan.channel(world.driver.resident_blocks() + 1)
         # some array has to stand in where a kernel has no use for one
@@ -273,7 +271,7 @@ class GatheringProduct:
 
     def _block(self, width: int, warps: int) -> int:
         """Words of `width` bytes that a program pushes at a time."""
-        share = power_of_two(-(-self._nbytes // (width * self.pieces)))
+        share = power_of_two(-(-self._nbytes // (width * _PIECES.value)))
         most = constants(self._world.backend).block_elements[1]
         if self._world.backend != "host":  # each word takes registers
             most = min(most, 32 * warps * (64 if self._world.backend == "hip" else 32))

@@ -18,24 +18,30 @@ from tdx.language.signal import program_barrier
 from tdx.runtime.array import Array
 from tdx.runtime.world import World
 
-__all__ = ["multiply_shares", "split_kernel", "split_memory"]
+__all__ = ["split_kernel", "split_memory"]
 
 _SIZES = ["rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn"]
 
 
-@triton.jit
-def multiply_shares(
-    a, b, c, bias, scale_a, scale_b, sums, arrived, base, rows, columns, depth,
-    stride_am, stride_ak, stride_bk, stride_bn, ok,
+@triton.jit(do_not_specialize=_SIZES)
+def split_kernel(
+    a, b, c, bias, scale_a, scale_b, sums, arrived, world, rows, columns, depth,
+    stride_am, stride_ak, stride_bk, stride_bn,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, DESCRIBED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
+    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, GATHERED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """This block's shares of the tiles of `rows` rows, those of a from `base` on.
-
-    Nothing is stored in c unless `ok`. `arrived` counts shares, and is 0 thereafter.
-    """
+    """As matmul_kernel, by SPLIT blocks a tile. `arrived` counts them, and is 0 thereafter."""
+    columns = known(columns, EVEN)
+    depth = known(depth, EVEN)
+    stride_am, stride_ak = known_strides(stride_am, stride_ak, A_UNIT, EVEN)
+    stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
+    ok = True
+    if GATHERED:
+        ok = tdl.no_fault(world)
+        if DESCRIBED:
+            tdl.fence_async_proxy()
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
     share = tl.cdiv(tl.cdiv(depth, BK), SPLIT) * BK
@@ -45,8 +51,8 @@ def multiply_shares(
         row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         first = work % SPLIT * share
         total = tile_product(
-            a, b, scale_a, scale_b, base, row, col, rows, columns,
-            tl.minimum(first + share, depth), stride_am, stride_ak, stride_bk, stride_bn,
+            a, b, scale_a, scale_b, 0, row, col, rows, columns, tl.minimum(first + share, depth),
+            stride_am, stride_ak, stride_bk, stride_bn,
             BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED, first,
         )  # fmt: skip
         own = sums + tl.cast(work, tl.int64) * (BM * BN)
@@ -63,32 +69,6 @@ def multiply_shares(
                 DESCRIBED and BN > 128,
             )  # fmt: skip
             tl.store(arrived + tile, 0)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def split_kernel(
-    a, b, c, bias, scale_a, scale_b, sums, arrived, world, rows, columns, depth,
-    stride_am, stride_ak, stride_bk, stride_bn,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, GATHERED: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """As matmul_kernel, by SPLIT blocks a tile."""
-    columns = known(columns, EVEN)
-    depth = known(depth, EVEN)
-    stride_am, stride_ak = known_strides(stride_am, stride_ak, A_UNIT, EVEN)
-    stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
-    ok = True
-    if GATHERED:
-        ok = tdl.no_fault(world)
-        if DESCRIBED:
-            tdl.fence_async_proxy()
-    multiply_shares(
-        a, b, c, bias, scale_a, scale_b, sums, arrived, 0, rows, columns, depth,
-        stride_am, stride_ak, stride_bk, stride_bn, ok, BM, BN, BK, GROUP_M, PRECISION,
-        HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED, SPLIT,
-    )  # fmt: skip
 
 
 def split_memory(world: World, config: Config, rows: int, columns: int) -> tuple[Array, ...]:

@@ -31,8 +31,8 @@ class Config:
     num_warps, num_stages : int
         Warps of a block, and depth of the load pipeline.
     split_k : int
-        Blocks that share a tile, each with a part of K, up to 16: for products of few rows,
-        where tiles are not fused with communication.
+        Blocks that share a tile, each with a part of K, up to 16: for products of few rows that
+        nothing is fused with.
     descriptors : bool, optional
         Whether a and b are read through tensor descriptors (TMA). None: where the GPU has them
         (sm_90 and later) and the operands allow it. True, and they do not: Unsupported says why.

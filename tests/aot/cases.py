@@ -279,7 +279,6 @@ RAGGED = {"shape": (4096, 4104, 4096)}
 FEW_ROWS = {"shape": (16, 7168, 8192)}
 SEVERAL_ROWS = {"shape": (128, 7168, 8192)}
 SCATTERED_ROWS = {"ONE_SHOT": True, "SCATTERED": True, **SEVERAL_ROWS}
-GATHER_FIRST = "low_latency_gathering.low_latency_gather_kernel"
 TWO_HALVES = {"shape": (256, 7168, 8192), "parts": 2}
 PRODUCTS = {
     "matmul-bf16": ("matmul.matmul_kernel", "bfloat16", {}),
@@ -301,10 +300,6 @@ PRODUCTS = {
         "bfloat16",
         {**RAGGED, "PUSH": False},
     ),
-    "gathered-bf16": (GATHER_FIRST, "bfloat16", {**SEVERAL_ROWS, "SPLIT": 1}),
-    "gathered-split": (GATHER_FIRST, "bfloat16", SEVERAL_ROWS),
-    "gathered-fp32": (GATHER_FIRST, "float32", {**SEVERAL_ROWS, "SPLIT": 1}),
-    "gathered-ragged": (GATHER_FIRST, "bfloat16", {**RAGGED, "SPLIT": 1, "PUSH": False}),
     "scattered-bf16": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {}),
     "scattered-whole": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {"OWN_CHUNK": 512}),
     "scattered-fp32": ("matmul_reduce_scatter.fused_kernel", "float32", {}),
@@ -328,7 +323,6 @@ FLOAT8 = {
         "float8_e4m3fn",
         {"b_unit": 0},
     ),
-    "gathered-fp8": (GATHER_FIRST, "float8_e4m3fn", {"b_unit": 0, "SPLIT": 1}),
     "scattered-fp8": ("matmul_reduce_scatter.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
     "fused-fp8": ("summed_tiles.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
 }
@@ -357,16 +351,6 @@ DESCRIBED = {
         "gathering_product.gather_multiply_kernel",
         "bfloat16",
         {"b_unit": 0, **BY_DESCRIPTORS, **TWO_HALVES},
-    ),
-    "gathered-described": (
-        GATHER_FIRST,
-        "bfloat16",
-        {**BY_DESCRIPTORS, **SEVERAL_ROWS, "SPLIT": 1},
-    ),
-    "gathered-described-few": (
-        GATHER_FIRST,
-        "bfloat16",
-        {**BY_DESCRIPTORS, **FEW_ROWS, "SPLIT": 1},
     ),
     "scattered-described": ("matmul_reduce_scatter.fused_kernel", "bfloat16", BY_DESCRIPTORS),
     "scattered-whole-described": (

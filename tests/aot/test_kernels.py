@@ -23,14 +23,14 @@ WAITING = [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-scaled", "push-all",
     "push-one", "root-words-i64", "broadcast-scatter", "barrier", "grant", "confirm", "take",
     "consume-bf16", "consume-fp32", "scattered-bf16", "norm-one_shot", "norm-two_shot",
-    "fused-bf16", "fused-one_shot-ragged", "one_kernel-bf16", "gathered-bf16",
+    "fused-bf16", "fused-one_shot-ragged", "one_kernel-bf16",
 ]  # fmt: skip
 MOVING_VECTORS = [
     "one_shot-bf16", "one_shot-fp32", "one_shot-fp32-team", "one_shot-avg", "two_shot-bf16",
     "two_shot-bf16-8", "two_shot-fp32-team", "two_shot-copy", "two_shot-copy-2", "two_shot-buffer",
     "two_shot-root", "scatter-bf16", "scatter-fp32-8", "norm-one_shot", "norm-two_shot",
     "norm-two_shot-8", "pull", "push", "push-all", "push-one", "broadcast-scatter", "take",
-    "take-rows", "one_kernel-bf16", "one_kernel-fp8", "gathered-bf16", "gathered-fp8",
+    "take-rows", "one_kernel-bf16", "one_kernel-fp8",
 ]  # fmt: skip
 GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
@@ -89,7 +89,7 @@ def test_bodies_move_16_byte_vectors(outcome, case, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     "case", ["matmul-bf16", "matmul-bf16-bT", "consume-bf16", "scattered-bf16", "scattered-whole",
-             "fused-bf16", "one_kernel-bf16", "gathered-bf16"],
+             "fused-bf16", "one_kernel-bf16"],
 )  # fmt: skip
 def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
     code = outcome.code
@@ -129,7 +129,7 @@ def test_described_products_load_by_descriptors(outcome, case, target):
     assert positions(code, r"mma\.sync" if case.endswith("-few") else unit)
     assert positions(code, load)
     assert not positions(code, r"cp\.async\.c[ag]")
-    if case.startswith(("consume", "one_kernel", "gathered")):
+    if case.startswith(("consume", "one_kernel")):
         # what a peer has stored and signalled, these loads see
         assert in_order(code, r"ld\.acquire\.sys", r"fence\.proxy\.async;", load)
 
@@ -175,7 +175,7 @@ def test_products_of_gathered_rows_are_pipelined(outcome_of, case):
 @pytest.mark.parametrize("case", [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i64",
     "broadcast-scatter", "put-signal", "enter", "grant", "scattered-bf16",
-    "scattered-whole", "norm-two_shot", "fused-bf16", "one_kernel-bf16", "gathered-bf16",
+    "scattered-whole", "norm-two_shot", "fused-bf16", "one_kernel-bf16",
 ])  # fmt: skip
 def test_signals_release(outcome, case, target):
     pattern = r"(st|red|atom)\S*\.release|release\S*\.sys|buffer_wbl2 sc0 sc1"

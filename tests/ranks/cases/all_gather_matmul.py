@@ -242,8 +242,7 @@ def case_overlap_with_a_late_sender(world, engines):
 
 @worlds(1, 2, 3)
 @pytest.mark.parametrize(
-    ("algorithm", "engines"),
-    [("fused", False), ("fused", True), ("one_kernel", False), ("low_latency", False)],
+    ("algorithm", "engines"), [("fused", False), ("fused", True), ("one_kernel", False)]
 )
 def case_a_that_is_written_to(world, algorithm, engines):
     """`a` may overlap results and the gathered buffer, and begin anywhere."""

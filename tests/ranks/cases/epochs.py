@@ -219,9 +219,6 @@ PRODUCTS = {  # the plan, and the rows of its result
     "all_gather_matmul-one_kernel": (
         partial(tdx.AllGatherMatmul, algorithm="one_kernel"), lambda m, size: m * size,
     ),
-    "all_gather_matmul-low_latency": (
-        partial(tdx.AllGatherMatmul, algorithm="low_latency"), lambda m, size: m * size,
-    ),
     "matmul_reduce_scatter": (
         partial(tdx.MatmulReduceScatter, algorithm="fused"), lambda m, size: m // size,
     ),

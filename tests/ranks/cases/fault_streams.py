@@ -172,7 +172,6 @@ OPERATIONS = {
     "barrier": ("barrier", "channel"),
     "fused": ("all_gather_matmul", "credit progress"),
     "one_kernel": ("all_gather_matmul", "progress"),
-    "gathered first": ("all_gather_matmul", "progress"),
     "unfused": ("all_gather_matmul", "slots"),
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "credit"),
     "matmul_reduce_scatter-low_latency": ("matmul_reduce_scatter", "words"),
@@ -202,9 +201,8 @@ def plan_of(world, name):
         return tdx.AllReduceRmsNorm(world, 12, "float32", algorithm="two_shot"), (x, x)
     a, b = world.zeros((12, 8), "float32"), world.zeros((8, 4), "float32")
     shapes = (a.shape, b.shape, "float32")
-    if name in ("fused", "one_kernel", "gathered first", "unfused"):
-        algorithm = "low_latency" if name == "gathered first" else name
-        return tdx.AllGatherMatmul(world, *shapes, algorithm=algorithm), (a, b)
+    if name in ("fused", "one_kernel", "unfused"):
+        return tdx.AllGatherMatmul(world, *shapes, algorithm=name), (a, b)
     name, _, algorithm = name.partition("-")
     summed = {
         "matmul_all_reduce": tdx.MatmulAllReduce, "matmul_reduce_scatter": tdx.MatmulReduceScatter,

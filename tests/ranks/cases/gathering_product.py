@@ -1,4 +1,4 @@
-"""A gather in the kernel that multiplies: rank by rank, or of all rows before."""
+"""A gather in the kernel that multiplies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.helpers.reference import (
     values,
 )
 
-ALL_IN_ONE = pytest.mark.parametrize("algorithm", ["one_kernel", "low_latency"])
 SMALL = Config(16, 16, 16, num_warps=4)
 # rows a rank, depth, columns
 SHAPES = [(5, 9, 20), (17, 16, 33), (40, 65, 50), (8, 300, 40)]
@@ -29,7 +28,7 @@ SHAPES = [(5, 9, 20), (17, 16, 33), (40, 65, 50), (8, 300, 40)]
 
 def plan_of(world, *shapes, dtype="float32", **given):
     with many_blocks():  # of which several push
-        return tdx.AllGatherMatmul(world, *shapes, dtype, **given)
+        return tdx.AllGatherMatmul(world, *shapes, dtype, algorithm="one_kernel", **given)
 
 
 def whole_a(world, shape, dtype="float32", salt=0):
@@ -44,8 +43,7 @@ def close(got, wanted, depth, *kinds):
 
 @worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@ALL_IN_ONE
-def case_values(world, algorithm, dtype):
+def case_values(world, dtype):
     """Bits of one Config are those of a product of all rows."""
     for m, k, n in SHAPES if world.size < 3 else SHAPES[1::2]:
         b, bias = values(100 + world.rank, (k, n), dtype), values(7, n, dtype)
@@ -53,7 +51,7 @@ def case_values(world, algorithm, dtype):
         y, z = (world.array(v, symmetric=False) for v in (b, bias))
         turned = world.array(np.ascontiguousarray(b.T), symmetric=False).T
         given = {"bias": True, "activation": "gelu", "dtype": dtype, "config": SMALL}
-        plan = plan_of(world, (m, k), (k, n), algorithm=algorithm, **given)
+        plan = plan_of(world, (m, k), (k, n), **given)
         out = world.array(poisoned((world.size * m, n), dtype), symmetric=False)
         assert plan(x, y, out, bias=z) is out
         whole = whole_a(world, (m, k), dtype)
@@ -80,14 +78,13 @@ def case_bits_of_all_algorithms(world):
 
 @worlds(1, 2, 3)
 @pytest.mark.parametrize("widths", [(0, 24, 9), (0, 0), (33,)])
-@ALL_IN_ONE
-def case_several_b(world, algorithm, widths):
+def case_several_b(world, widths):
     """The first that has columns sends the rows, on each rank another; or the first if none has."""
     m, k = 19, 70
     widths = widths if world.rank % 2 else widths[::-1]
     with many_blocks():
         plan = tdx.AllGatherMatmul(
-            world, (m, k), [(k, n) for n in widths], "float32", algorithm=algorithm, config=SMALL
+            world, (m, k), [(k, n) for n in widths], "float32", algorithm="one_kernel", config=SMALL
         )
     for salt in range(3):
         x = world.array(values(world.rank, (m, k), "float32", salt), symmetric=False)
@@ -102,11 +99,10 @@ def case_several_b(world, algorithm, widths):
 
 
 @worlds(2, 3)
-@ALL_IN_ONE
-def case_repetition_and_graphs(world, algorithm):
+def case_repetition_and_graphs(world):
     """Many calls without the host, each with other inputs; replays with the gathered rows."""
     m, k, n = 21, 120, 24
-    plan = plan_of(world, (m, k), (k, n), config=SMALL, algorithm=algorithm)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL)
     b = values(3, (k, n), "float32")
     y = world.array(b, symmetric=False)
     xs = [world.array(values(world.rank, (m, k), "float32", i), symmetric=False) for i in range(9)]
@@ -137,11 +133,10 @@ def case_repetition_and_graphs(world, algorithm):
 
 
 @worlds(3, 4)
-@ALL_IN_ONE
-def case_ranks_that_are_ahead(world, algorithm):
+def case_ranks_that_are_ahead(world):
     """One rank is late in each call, another each time: nobody overwrites what it has not read."""
     m, k, n = 18, 96, 16
-    plan = plan_of(world, (m, k), (k, n), config=SMALL, algorithm=algorithm)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL)
     b = values(3, (k, n), "float32")
     y = world.array(b, symmetric=False)
     xs = [world.array(values(world.rank, (m, k), "float32", i), symmetric=False) for i in range(8)]
@@ -157,13 +152,12 @@ def case_ranks_that_are_ahead(world, algorithm):
 
 
 @worlds(3)
-@ALL_IN_ONE
-def case_a_team_in_another_order(world, algorithm):
+def case_a_team_in_another_order(world):
     team = world.team(range(world.size)[::-1])
     m, k, n = 9, 64, 20
     b = values(3, (k, n), "float32")
     x = world.array(values(world.rank, (m, k), "float32"), symmetric=False)
-    plan = plan_of(world, (m, k), (k, n), config=SMALL, team=team, algorithm=algorithm)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL, team=team)
     whole = np.concatenate([values(rank, (m, k), "float32") for rank in team.ranks])
     for _ in range(3):
         close(plan(x, world.array(b, symmetric=False)), product(whole, b), k, "float32")
@@ -171,10 +165,9 @@ def case_a_team_in_another_order(world, algorithm):
 
 
 @worlds(2)
-@ALL_IN_ONE
-def case_gathered_behind_a_stream_that_was_closed(world, algorithm):
+def case_gathered_behind_a_stream_that_was_closed(world):
     m, k, n = 5, 24, 8
-    plan = plan_of(world, (m, k), (k, n), config=SMALL, algorithm=algorithm)
+    plan = plan_of(world, (m, k), (k, n), config=SMALL)
     x = world.array(values(world.rank, (m, k), "float32"), symmetric=False)
     side = world.new_stream()
     plan(x, world.zeros((k, n), "float32", symmetric=False), stream=side)
@@ -183,7 +176,6 @@ def case_gathered_behind_a_stream_that_was_closed(world, algorithm):
 
 
 @worlds(2)
-@ALL_IN_ONE
-def case_gathered_before_a_call(world, algorithm):
-    plan = plan_of(world, (3, 8), (8, 4), algorithm=algorithm)
+def case_gathered_before_a_call(world):
+    plan = plan_of(world, (3, 8), (8, 4))
     assert not plan.gathered().numpy().any()
