@@ -46,7 +46,7 @@ from tdx.kernels.product import (
 )
 from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
 from tdx.kernels.split_matmul import split_memory
-from tdx.kernels.tiles import check_config
+from tdx.kernels.tiles import check_config, splits
 from tdx.runtime.array import Array
 from tdx.runtime.checks import check_int
 from tdx.runtime.errors import InvalidArgument
@@ -147,9 +147,10 @@ class AllGatherMatmul(Plan):
 
     def _choose(self, nbytes: int, config: Config | None) -> str:
         backend, rows, size = self.world.backend, self._rows, self.group.size
-        splits = isinstance(config, Config) and config.split_k > 1
+        if splits(config):
+            return "unfused"
         # scales of rows need another kernel first; not measured
-        if one_kernel(backend, rows, nbytes, size) and not (self.product.scaled or splits):
+        if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
             return "one_kernel"
         return "unfused" if follows(backend, rows, nbytes, size) else "fused"
 

@@ -257,14 +257,14 @@ def choose(
 ) -> Config:
     """The algorithm, unless given, and its tile."""
     if algorithm is None:
-        sent = {"one_shot": 0.0}
-        if ranks > 1:
-            whole = (ranks - 1) * rows * columns * dtype.itemsize
-            words = _word_bytes(rows, columns, dtype)
-            sent = {"one_shot": whole, "two_shot": 2 * whole / ranks}
-            if takes_low_latency(words, ranks, (dtype,)):
-                sent["low_latency"] = 2 * (ranks - 1) * words
-        algorithm = cheapest(backend, sent)
+        whole = rows * columns * dtype.itemsize
+        sent = {"norm_two_shot": 2 * (ranks - 1) * whole / ranks}
+        if 2 * whole <= STAGING_BYTES:
+            sent["norm_one_shot"] = (ranks - 1) * whole
+        words = _word_bytes(rows, columns, dtype)
+        if ranks > 1 and takes_low_latency(words, ranks, (dtype,)):
+            sent["low_latency"] = 2 * (ranks - 1) * words
+        algorithm = cheapest(backend, sent).removeprefix("norm_")
     with_flags = algorithm == "low_latency"
     block, warps = row_block(backend, columns, dtype.itemsize, ranks, with_flags)
     return Config(algorithm, block, warps, blocks=constants(backend).blocks)

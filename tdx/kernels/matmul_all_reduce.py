@@ -43,6 +43,7 @@ from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduce
 from tdx.kernels.select import block_elements, cheapest, constants, follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import known
+from tdx.kernels.tiles import splits
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 
@@ -102,7 +103,9 @@ class MatmulAllReduce(ReducedProduct):
             "two_shot": (size - 1) * count * (partial + result) / size,
         }
         limits = constants(backend)
-        if algorithm is None:
+        if algorithm is None and splits(config):
+            algorithm = "unfused"
+        elif algorithm is None:
             owned = count * partial // size
             fits = config is None or config.block_m <= limits.gathered_rows
             few = follows(backend, -(-self._rows // size), owned, size)

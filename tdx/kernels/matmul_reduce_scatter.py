@@ -45,6 +45,7 @@ from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduce
 from tdx.kernels.select import constants, engines_us, follows, power_of_two
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
+from tdx.kernels.tiles import splits
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
@@ -207,8 +208,10 @@ class MatmulReduceScatter(ReducedProduct):
         depth, columns = self.shape_b
         self.out_shape = (first // size, *self.shape_a[1:-1], columns)
         tile = partial(self.product.tile, config, self.world, rows, columns)
-        if algorithm is None:  # whatever K_local is, which may differ between ranks
-            algorithm = self._usual(tile(_LONG, split=True).split_k > 1)
+        if algorithm is None and splits(config):
+            algorithm = "unfused"
+        elif algorithm is None:  # whatever K_local is, which may differ between ranks
+            algorithm = self._usual(splits(tile(_LONG, split=True)))
         self.same_tile = algorithm == "one_kernel"
         if algorithm == "fused":
             check_fused(config, algorithm, sent_rows(self, self._rows))

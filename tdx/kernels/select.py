@@ -163,6 +163,8 @@ _H200 = {
     "one_shot": Cost(5.7, 295e3),
     "two_shot": Cost(9.0, 364e3),
     "push": Cost(5.0, 350e3),
+    "norm_one_shot": Cost(10.0, 295e3),
+    "norm_two_shot": Cost(16.0, 318e3),
 }
 COSTS: dict[str, dict[str, Cost]] = {
     "cuda": _H200,
@@ -173,6 +175,8 @@ COSTS: dict[str, dict[str, Cost]] = {
         "one_shot": Cost(3e3, 100),
         "two_shot": Cost(9e3, 100),
         "push": Cost(4e3, 100),
+        "norm_one_shot": Cost(3e3, 100),
+        "norm_two_shot": Cost(9e3, 100),
     },
 }
 

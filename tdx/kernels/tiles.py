@@ -9,7 +9,7 @@ from tdx.kernels.select import MOST_WARPS, constants, power_of_two, shared_bytes
 from tdx.runtime.checks import make_ints
 from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["FLOAT8_DEPTH", "Config", "check_config", "choose_tile"]
+__all__ = ["FLOAT8_DEPTH", "Config", "check_config", "choose_tile", "splits"]
 
 FLOAT8_DEPTH = 32  # least depth of a tile of float8: what tensor cores take at a time
 # the sum of shares costs what two of them gain; each has to fill its pipeline
@@ -31,8 +31,8 @@ class Config:
     num_warps, num_stages : int
         Warps of a block, and depth of the load pipeline.
     split_k : int
-        Blocks that share a tile, each with a part of K, up to 16: for products of few rows that
-        nothing is fused with.
+        Blocks that share a tile, each with a part of K, up to 16: for products of few rows.
+        Nothing is fused with them: more than 1 makes "unfused" the usual algorithm.
     descriptors : bool, optional
         Whether a and b are read through tensor descriptors (TMA). None: where the GPU has them
         (sm_90 and later) and the operands allow it. True, and they do not: Unsupported says why.
@@ -77,6 +77,11 @@ class Config:
                 f'split_k={self.split_k} is not for "{algorithm}"; pass algorithm="unfused", or '
                 "split_k=1"
             )
+
+
+def splits(config: object) -> bool:
+    """Whether tiles are shared along K, so that nothing is fused with them."""
+    return isinstance(config, Config) and config.split_k > 1
 
 
 def check_config(config: object, fused: str = "") -> None:

@@ -328,6 +328,16 @@ FLOAT8 = {
 }
 BY_DESCRIPTORS = {"described": True}
 DESCRIBED = {
+    "gathered-described": (
+        "matmul.matmul_kernel",
+        "bfloat16",
+        {"GATHERED": True, **BY_DESCRIPTORS},
+    ),
+    "gathered-split-described": (
+        "split_matmul.split_kernel",
+        "bfloat16",
+        {"GATHERED": True, **BY_DESCRIPTORS, **SEVERAL_ROWS},
+    ),
     "matmul-described": ("matmul.matmul_kernel", "bfloat16", BY_DESCRIPTORS),
     "matmul-described-bT": ("matmul.matmul_kernel", "bfloat16", {"b_unit": 0, **BY_DESCRIPTORS}),
     "matmul-described-fp8": (

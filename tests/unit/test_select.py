@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tdx.kernels import all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.gathering_product import one_kernel, senders_of
@@ -34,6 +35,7 @@ from tdx.kernels.select import (
 )
 from tdx.kernels.shards import Steps
 from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
+from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
 
 
@@ -133,6 +135,21 @@ def test_the_cheapest_algorithm_follows_the_size():
     assert chosen(4 << 20) == "two_shot"
     assert cheapest("cuda", {"one_shot": 1e3}) == "one_shot"
     assert all(set(COSTS[backend]) == set(COSTS["cuda"]) for backend in CONSTANTS)
+
+
+def test_norms_of_two_ranks_stay_in_one_shot_longer():
+    """The figures of 2 and 4 x H200, as far as a plan's slots stay within their bound."""
+
+    def chosen(rows, columns, ranks):
+        kind = dtypes.resolve("bfloat16")
+        return all_reduce_rms_norm.choose("cuda", rows, columns, kind, ranks).algorithm
+
+    assert chosen(1, 8192, 2) == "low_latency"
+    assert chosen(2048, 4096, 2) == "one_shot"
+    assert chosen(4096, 8192, 2) == "two_shot"
+    assert chosen(2048, 4096, 4) == "two_shot"
+    assert chosen(2048, 4096, 1) == "one_shot"
+    assert chosen(8192, 8192, 1) == "two_shot"
 
 
 @pytest.mark.parametrize("backend", CONSTANTS)

@@ -63,7 +63,7 @@ def case_fused_ones_refuse(world):
     for call, algorithms in (
         (tdx.all_gather_matmul, ("fused", "one_kernel")),
         (tdx.matmul_reduce_scatter, ("fused", "one_kernel", "low_latency")),
-        (tdx.matmul_all_reduce, ("one_shot", "two_shot", "copy_engine", None)),
+        (tdx.matmul_all_reduce, ("one_shot", "two_shot", "copy_engine")),
     ):  # fmt: skip
         for algorithm in algorithms:
             with pytest.raises(InvalidArgument, match=r'split_k=3 is not for .*"unfused"'):
@@ -72,3 +72,11 @@ def case_fused_ones_refuse(world):
         with pytest.raises(InvalidArgument, match=f"split_k={wrong} must be from 1 to 16"):
             Config(16, 16, 16, split_k=wrong)
     assert tdx.matmul_all_reduce(x, y).shape == (M, N)
+
+
+@worlds(1, 2)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def case_make_unfused_the_usual_algorithm(world, kind):
+    for rows in (24, 4096):  # few are unfused anyway
+        plan = kind(world, (rows, K), (K, N), "float32", config=SPLIT, buffer=False)
+        assert (plan.algorithm, plan.config.split_k) == ("unfused", 3)
