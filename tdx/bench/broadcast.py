@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tdx
 from tdx.kernels.select import takes_low_latency
+from tdx.tools.collectives import Collective, columns
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
 ALGORITHMS = ("low_latency", "scatter")
-COLUMNS = ("bytes", "nccl", *ALGORITHMS, "chosen", "floor", "ratio", "% of floor")
+COLUMNS = columns(("nccl",), ALGORITHMS)
 _SIZES = tuple(1 << shift for shift in range(12, 29, 2))  # 4 KiB to 256 MiB
 
 
@@ -20,15 +22,14 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     world = bench.world
     for nbytes in bench.sizes(_SIZES):
         numel = max(1, nbytes // bench.dtype.itemsize)
-        expected = bench.pattern(0, numel * bench.dtype.itemsize)
-        given = bench.pattern(world.rank, expected.size)
-        x = world.array(given.view(bench.dtype))
-        row: dict[str, Any] = {"bytes": nbytes, **bench.peers.broadcast(given)}
-        for algorithm in ALGORITHMS:
-            if algorithm == "low_latency" and not takes_low_latency(x.nbytes, world.size):
-                continue
-            plan = tdx.Broadcast(world, numel, bench.dtype, 0, algorithm=algorithm)
-            bench.measure(row, algorithm, plan, x, expected)
-        row["chosen"] = tdx.Broadcast(world, numel, bench.dtype, 0).algorithm
-        bench.rate(row, ours=(row["chosen"],), peers=("nccl",), sent=nbytes)
-        yield row
+        given = bench.pattern(world.rank, numel * bench.dtype.itemsize)
+        fast = takes_low_latency(given.nbytes, world.size)
+        yield from Collective(
+            nbytes,
+            partial(tdx.Broadcast, world, numel, bench.dtype, 0),
+            ALGORITHMS if fast else ALGORITHMS[1:],
+            given.view(bench.dtype),
+            bench.pattern(0, given.nbytes).view(bench.dtype),
+            sent=nbytes,
+            peers=bench.peers.broadcast(given),
+        ).rows(bench)

@@ -170,15 +170,11 @@ COSTS: dict[str, dict[str, Cost]] = {
     "cuda": _H200,
     "hip": _H200,  # not measured
     "host": {
-        "low_latency": Cost(4e3, 50),
-        "low_latency_two_shot": Cost(9e3, 50),
-        "one_shot": Cost(3e3, 100),
-        "two_shot": Cost(9e3, 100),
-        "push": Cost(4e3, 100),
-        "norm_one_shot": Cost(3e3, 100),
-        "norm_two_shot": Cost(9e3, 100),
+        "low_latency": Cost(4e3, 50), "low_latency_two_shot": Cost(9e3, 50),
+        "one_shot": Cost(3e3, 100), "two_shot": Cost(9e3, 100), "push": Cost(4e3, 100),
+        "norm_one_shot": Cost(3e3, 100), "norm_two_shot": Cost(9e3, 100),
     },
-}
+}  # fmt: skip
 
 
 def cheapest(backend: str, sent: Mapping[str, float]) -> str:

@@ -1,9 +1,13 @@
 """`tdx bench OPERATION`: measure an operation, and its peers in the same run.
 
 Times are microseconds: the slowest rank's median, of calls replayed as a graph. Outputs are
-checked. `ratio` is the best peer's time over our best one: above 1 is faster. Products over ranks
-are compared with the product and the collective one after the other: the best such sequence is the
-peer, and the floor is the product alone where it takes longer than the links.
+checked. `ratio` is the best peer's time over ours: above 1 is faster. `gap` is the time of the
+algorithm that is chosen over that of our fastest in the same row: 1 is the best, and what is below
+it is noise of two measurements of the same. Collectives are measured in symmetric and in foreign
+memory, where arrays of other frameworks lie.
+
+Products over ranks are compared with the product and the collective one after the other: the best
+such sequence is the peer, and the floor is the product alone where it takes longer than the links.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import pkgutil
 import platform
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         metavar="BYTES,...",
-        help="of collectives: bytes as in the tables' first column, as 4096,64K,1MiB",
+        help="of collectives: bytes as in the tables' first column, as 4096,64K,1MiB; 1KiB:1GiB is "
+        "every power of two from the first to the last",
     )
     parser.add_argument(
         "--shapes",
@@ -91,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Raise InvalidArgument for words that the operation does not take."""
     from tdx.runtime import dtypes
-    from tdx.tools import presets
+    from tdx.tools import plot, presets
 
     axis = importlib.import_module(f"tdx.bench.{args.operation}").COLUMNS[0]
     for name, wanted in (("sizes", "bytes"), ("shapes", "M"), ("preset", "M")):
@@ -107,6 +111,11 @@ def _check(args: argparse.Namespace) -> None:
                 f"--sizes: {nbytes} bytes are no whole number of elements of {args.dtype}, which "
                 f"take {itemsize} each"
             )
+    if args.plot and axis not in plot.AXES:
+        raise InvalidArgument(
+            f"--plot {args.plot}: {args.operation} measures no sizes to draw times over; --json "
+            "writes its rows"
+        )
     for name in ("json", "plot"):
         path = getattr(args, name)
         if path and not Path(path).absolute().parent.is_dir():
@@ -160,16 +169,6 @@ class Bench:
             row["failed"] = row.get("failed", {}) | {algorithm: str(error)}
             return None
 
-    def measure(self, row: dict[str, Any], name: str, plan: Any, x: Any, expected: Any) -> None:
-        """Add times of `plan(x)` and its host side as `name`; the bytes must be `expected`."""
-        from tdx.tools.timing import device_time, host_time
-
-        call = partial(plan, x)
-        row[name] = device_time(self.world, call, self.calls(expected.nbytes))
-        if plan(x).numpy().tobytes() != expected.tobytes():
-            row["error"] = f"{name}: wrong result"
-        row[f"{name}_host"] = host_time(self.world, call)
-
     def comparison(self, row: dict[str, Any]) -> Comparison:
         """What checks and times the ways of a row of products, which has its axes."""
         from tdx.tools.comparison import Comparison
@@ -206,7 +205,21 @@ class Bench:
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
-    return [_bytes(text) for text in (args.sizes or "").split(",") if args.sizes]
+    texts = args.sizes.split(",") if args.sizes else []
+    return [nbytes for text in texts for nbytes in _size_or_range(text)]
+
+
+def _size_or_range(text: str) -> list[int]:
+    """Of a size, or of a range such as 1KiB:1GiB the powers of two in it."""
+    first, *last = map(_bytes, text.split(":", 1))
+    if not last:
+        return [first]
+    if first.bit_count() > 1 or last[0].bit_count() > 1 or first > last[0]:
+        raise InvalidArgument(
+            f"--sizes: {text!r} is no range: give two powers of two, the smaller one first, as "
+            "1KiB:1GiB"
+        )
+    return [1 << n for n in range(first.bit_length() - 1, last[0].bit_length())]
 
 
 def _bytes(text: str) -> int:
@@ -215,7 +228,7 @@ def _bytes(text: str) -> int:
     if found is None or not int(found[1]):
         raise InvalidArgument(
             f"--sizes: {text!r} is no size: give bytes > 0, as 65536, 64K or 64KiB, with commas "
-            "between them"
+            "between them, or a range as 1KiB:1GiB"
         )
     return int(found[1]) << 10 * " KMG".index(found[2].upper() or " ")
 
@@ -281,14 +294,14 @@ def _notes(missing: str, columns: Sequence[str], rows: Sequence[dict[str, Any]])
         note = f"nothing to compare with ({missing}): those columns are empty"
         own = "; floor and ratio are with tdx's own matmul" if "library" in columns else ""
         notes.append(note + own)
-    found: dict[tuple[str, str], list[str]] = {}
+    found: dict[tuple[str, str], dict[str, None]] = {}  # of one size there may be several rows
     for row in rows:
         shape = ",".join(str(row[axis]) for axis in ("bytes", *"MNK") if axis in row)
         for name, reason in row.get("failed", {}).items():
-            found.setdefault((name, reason), []).append(shape)
+            found.setdefault((name, reason), {})[shape] = None
     for (name, reason), shapes in found.items():
         more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
-        notes.append(f"* {name} at {shapes[0]}{more}: {reason}")
+        notes.append(f"* {name} at {next(iter(shapes))}{more}: {reason}")
     return notes
 
 

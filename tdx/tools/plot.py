@@ -1,4 +1,4 @@
-"""Benchmark rows as a picture: times over sizes, or over M for each N and K.
+"""Benchmark rows as a picture: times over sizes for each memory, or over M for each N and K.
 
 python -m tdx.tools.plot ROWS.json PICTURE.png
 """
@@ -14,9 +14,10 @@ from typing import Any
 
 from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["draw", "require"]
+__all__ = ["AXES", "draw", "require"]
 
-_NOT_TIMES = ("ratio", "% of floor", "cost")
+AXES = ("bytes", "M")  # what times are drawn over
+_NOT_TIMES = ("gap", "ratio", "% of floor", "cost")
 
 
 def require() -> None:
@@ -28,7 +29,7 @@ def require() -> None:
 def draw(title: str, setting: str, rows: Sequence[dict[str, Any]], path: str) -> None:
     """Draw every column of microseconds over `bytes` or `M`, both logarithmic, into a PNG.
 
-    Rows with M are drawn in one panel for each N and K.
+    Rows with M are drawn in one panel for each N and K, those with bytes in one for each memory.
     """
     require()
     import matplotlib
@@ -41,8 +42,9 @@ def draw(title: str, setting: str, rows: Sequence[dict[str, Any]], path: str) ->
         if "M" in row:
             name = ", ".join(f"{axis}={row[axis]}" for axis in "NK" if axis in row)
             panels.setdefault(name, []).append(row)
-        elif "bytes" in row and row.get("memory") != "foreign":
-            panels.setdefault("", []).append(row)
+        elif "bytes" in row:
+            name = f"{row['memory']} memory" if "memory" in row else ""
+            panels.setdefault(name, []).append(row)
     if not panels:
         raise InvalidArgument(f"{title}: nothing to draw over sizes")
     wide = min(3, len(panels))

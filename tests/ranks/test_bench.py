@@ -20,7 +20,21 @@ def test_latency(tmp_path):
     assert "barrier in a graph" in what
     assert "signal, one way" in what
     assert all(row["us"] > 0 for row in document["rows"])
+    assert not any("limit" in row for row in document["rows"])  # nothing is launched by a driver
+    assert done.stdout.splitlines()[1].split() == ["what", "us", "limit"]
     assert all(text in done.stdout for text in what)
+
+
+def check_collective(rows, sizes, algorithms):
+    """Two rows for each size; all algorithms ran, and the gap is to the fastest of them."""
+    assert [row["bytes"] for row in rows] == [nbytes for nbytes in sizes for _ in range(2)]
+    assert [row["memory"] for row in rows] == ["symmetric", "foreign"] * len(sizes)
+    for row in rows:
+        assert "error" not in row
+        chosen = row["chosen"] if isinstance(row["chosen"], float) else row[row["chosen"]]
+        assert chosen > 0
+        assert row["gap"] == chosen / min(row[name] for name in algorithms)
+        assert all(row[f"{name}_host"] > 0 for name in algorithms)
 
 
 def test_all_reduce(tmp_path):
@@ -28,21 +42,21 @@ def test_all_reduce(tmp_path):
     done = run_tdx(*words, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["bytes"] for row in rows] == [64, 64, 1024, 1024]
-    assert [row["memory"] for row in rows] == ["symmetric", "foreign"] * 2
-    for name in ("low_latency", "low_latency_two_shot", "one_shot", "two_shot", "chosen"):
-        assert all(row[name] > 0 for row in rows)
-    assert "error" not in done.stdout
+    algorithms = ["low_latency", "low_latency_two_shot", "one_shot", "two_shot"]
+    check_collective(rows, [64, 1024], algorithms)
+    heading, *lines = [line.split() for line in done.stdout.splitlines()[1:6]]
+    assert heading[:2] == ["bytes", "memory"]
+    empty = ("nccl", "torch_one_shot", "torch_two_shot", "floor", "ratio", "%", "of")
+    at = [name for name in heading if name not in empty].index("gap")
+    assert [line[at] for line in lines] == [f"{row['gap']:.2f}" for row in rows]
 
 
 def test_reduce_scatter(tmp_path):
-    words = ["bench", "reduce_scatter", "-n", "2", "--sizes", "64,1K", "--dtype", "float32"]
+    words = ["bench", "reduce_scatter", "-n", "2", "--sizes", "64:128,1K", "--dtype", "float32"]
     done = run_tdx(*words, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["bytes"] for row in rows] == [64, 1024]
-    assert all(row["low_latency"] > 0 and row["push"] > 0 and row["chosen"] > 0 for row in rows)
-    assert "error" not in done.stdout
+    check_collective(rows, [64, 128, 1024], ["low_latency", "push"])
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
@@ -57,19 +71,28 @@ def test_an_algorithm_that_does_not_take_the_type(tmp_path, operation):
         assert "error" not in row
         assert "low_latency" not in row
         assert "not float8_e4m3fn" in row["failed"]["low_latency"]
-    assert any("low_latency takes types of 2 and 4 bytes" in note for note in document["notes"])
+        assert row["gap"] > 0
+    (note,) = [note for note in document["notes"] if note.startswith("* low_latency at")]
+    assert note.startswith("* low_latency at 96: ")
+    assert "low_latency takes types of 2 and 4 bytes" in note
     assert "two_shot" in document["rows"][0] or "push" in document["rows"][0]
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "all_to_all", "broadcast"])
-def test_movement(tmp_path, operation):
+@pytest.mark.parametrize(
+    ("operation", "algorithms"),
+    [
+        ("all_gather", ["low_latency", "push", "copy_engine", "pull"]),
+        ("all_to_all", ["low_latency", "push"]),
+        ("broadcast", ["low_latency", "scatter"]),
+    ],
+)
+def test_movement(tmp_path, operation, algorithms):
     words = ["bench", operation, "-n", "2", "--sizes", "62,1K", "--dtype", "int8"]
     done = run_tdx(*words, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert [row["bytes"] for row in rows] == [62, 1024]
-    assert all(row[row["chosen"]] > 0 for row in rows)
-    assert "error" not in done.stdout
+    check_collective(rows, [62, 1024], algorithms)
+    assert all(row["chosen"] in algorithms for row in rows)
 
 
 def test_products_by_default(tmp_path):
@@ -135,6 +158,8 @@ def test_tables_and_pictures(tmp_path):
         (["latency", "-n", "0"], "-n 0"),
         (["latency", "--dtype", "x"], "x"),
         (["latency", "--sizes", "1K"], "latency does not take it"),
+        (["latency", "--plot", "rows.png"], "--plot rows.png: latency measures no sizes"),
+        (["broadcast", "--sizes", "1K:3K"], "two powers of two"),
         (["matmul_all_reduce", "--sizes", "1K"], "matmul_all_reduce does not take it"),
         (["all_gather", "--preset", "amd"], "all_gather does not take it"),
         (["all_gather_matmul", "--shapes", "8,8"], "takes M,N,K"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 import pytest
 
@@ -75,3 +77,28 @@ def test_sizes(text, nbytes):
 def test_what_is_no_size(text):
     with pytest.raises(InvalidArgument, match=r"--sizes: .* is no size"):
         bench._bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("1KiB:4KiB", [1024, 2048, 4096]),
+        ("8:8", [8]),
+        ("1K:1G", [1 << n for n in range(10, 31)]),
+        ("62, 2:8,1K", [62, 2, 4, 8, 1024]),
+    ],
+)
+def test_ranges_of_sizes(text, sizes):
+    assert bench._sizes(argparse.Namespace(sizes=text)) == sizes
+
+
+@pytest.mark.parametrize("text", ["3K:8K", "1K:1000", "4K:1K"])
+def test_what_is_no_range(text):
+    with pytest.raises(InvalidArgument, match=rf"--sizes: '{text}' is no range: .* 1KiB:1GiB"):
+        bench._sizes(argparse.Namespace(sizes=f"64,{text}"))
+
+
+@pytest.mark.parametrize("text", ["1K:", ":1K", "1K:2K:4K"])
+def test_what_is_no_end_of_a_range(text):
+    with pytest.raises(InvalidArgument, match="is no size"):
+        bench._sizes(argparse.Namespace(sizes=text))
