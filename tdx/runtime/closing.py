@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["close", "disown", "give_up"]
 
 
-def close(world: World, meet: bool) -> None:
-    """Close a world; `meet`: after its device and its peers. See `World.close`."""
+def close(world: World, meet: bool, error: BaseException | None = None) -> None:
+    """Close a world; `meet`: after its device and peers, else for `error`. See `World.close`."""
     if world.closed:
         return
     mismatch = world.channels.mismatch
@@ -40,7 +40,7 @@ def close(world: World, meet: bool) -> None:
     if failure is not None or not meet:
         world.faults.halt()
         world.driver.abandon()
-        _note_damage(world.channels)
+        _note_damage(world.channels, failure or error)
     _mark(world, "its world is closed")
     held = len(world.exports)
     if held:
@@ -98,11 +98,14 @@ def _unmap(window: Window, exports: Exports) -> None:
     exports.when_empty(window.close)
 
 
-def _note_damage(channel: HostChannel) -> None:
-    """Remember for the end of the process what became of the peers."""
+def _note_damage(channel: HostChannel, why: BaseException | None) -> None:
+    """Tell the peers why; remember for the end of the process what became of them."""
     page = channel.page
     if page is None:
         return
+    if why is not None:
+        kind = "" if isinstance(why, TdxError) else f"{type(why).__name__}: "
+        page.farewell = f"{kind}{why}"
     recovered = page.answer(0)  # the members that others went on with
     if channel.lost() or (recovered and not recovered >> channel.rank & 1):
         skip_mpi_finalize()

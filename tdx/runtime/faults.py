@@ -172,9 +172,11 @@ class Faults:
         self._left_since = min(self._left_since, now)
         if now - self._left_since < _LEFT_S:
             return None
+        first, page = min(left), world.channels.page
+        why = page.absence(first, 0, True) if page is not None else ""
         return PeerLost(
             f"rank {world.rank} lost {describe_ranks(left)}: the world was closed there, after an "
-            "error or too early, while it is in use here",
+            "error or too early, while it is in use here" + (why and f"; rank {first} {why}"),
             sorted(left),
         )
 

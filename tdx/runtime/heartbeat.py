@@ -75,6 +75,7 @@ class HeartbeatPage:
             self._map = mmap.mmap(fd, _PAGE_BYTES)
             undo.commit()
         self._words = memoryview(self._map).cast("Q")
+        self.farewell = ""  # why this rank closes, unless all do
         self._lock = threading.RLock()  # against closing under a beating thread
         self._write(_PROCESS, os.getpid())
 
@@ -106,18 +107,23 @@ class HeartbeatPage:
         return bool(self._read(rank, _DAMAGED))
 
     def tell_fault(self, text: str) -> None:
-        """Say what this rank waited for in vain, as far as there is room."""
+        """Say why this rank gives up, as far as there is room; what was said first stays."""
         data = text.encode(errors="replace")[:_FAULT_BYTES]
         start = _FAULTS_AT + self._rank * _FAULT_BYTES
         with self._lock:
-            if self._words:
+            if self._words and not self._read(self._rank, _FAULT_LENGTH):
                 self._map[start : start + len(data)] = data
                 self._write(_FAULT_LENGTH, len(data))  # last: who sees it sees the rest
 
-    def absence(self, rank: int, stage: int) -> str:
-        """Why a rank will not come to an operation of `stage` any more; empty: it may."""
+    def absence(self, rank: int, stage: int, left: bool = False) -> str:
+        """Why a rank will not come to an operation of `stage` any more; empty: it may.
+
+        Of a rank that has closed only if it has `left`: its connection ends at once.
+        """
         if self.stage(rank) > stage:
             return "gave it up and went on to world.recover(): call it here as well"
+        if self.closed(rank) and not left:
+            return ""
         start = _FAULTS_AT + rank * _FAULT_BYTES
         with self._lock:
             length = 0 if stage else self._read(rank, _FAULT_LENGTH)
@@ -173,6 +179,8 @@ class HeartbeatPage:
         with self._lock:
             if self._words:
                 self._write(_STATE, _CLOSED)
+                if self.farewell:
+                    self.tell_fault(self.farewell)
                 self._words.release()
                 self._words = memoryview(b"")
                 self._map.close()

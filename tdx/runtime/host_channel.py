@@ -346,7 +346,7 @@ class HostChannel:
     def _peer_lost(self, what: str, gone: list[int]) -> PeerLost:
         closed = self._departed.issuperset(gone)
         how = "closed its world" if closed else self._links[gone[0]].ended
-        if self.page is not None and (why := self.page.absence(gone[0], self._stage)):
+        if self.page is not None and (why := self.page.absence(gone[0], self._stage, True)):
             how = f"{how}; rank {gone[0]} {why}"
         return PeerLost(f"{what}: lost {describe_ranks(gone)} ({how})", gone)
 

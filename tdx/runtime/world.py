@@ -393,7 +393,7 @@ class World(Group):
             return
         # peers may never come: do not wait for them, and let the error through
         with contextlib.suppress(TdxError):
-            close(self, meet=False)
+            close(self, meet=False, error=error)
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""

@@ -45,7 +45,8 @@ def a_device_breaks(rank: Rank) -> None:
         assert world.channels._closed
         world.close()  # nothing is left to do
     else:
-        with _soon(), rank.raises("lost rank 0", "closed its world", kind="PeerLost"):
+        words = ("lost rank 0", "closed its world", "ILLEGAL_ADDRESS")
+        with _soon(), rank.raises(*words, kind="PeerLost"):
             world.barrier()
         with contextlib.suppress(TdxError):
             world.close()
