@@ -234,7 +234,7 @@ class Broadcast(Plan):
             self.shape = plain_shape(shape)
             self.dtype = dtypes.resolve(dtype)
             self.result = (self.shape, self.dtype)
-            self.root = self.group.check_rank(root, "root")
+            self.root = self.group.check_rank(root, f"{self.operation}: root")
             self._nbytes = elements(self.shape) * self.dtype.itemsize
             ranks = self.group.size
             check_algorithm("broadcast", algorithm, ALGORITHMS)

@@ -15,6 +15,7 @@ been called once before, which loads its kernel.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def put(
     world = call.world
     world.check()
     to = _own(world, dst, "dst")
-    peer = world.check_rank(peer)
+    peer = world.check_rank(peer, f"{call.operation}: peer")
     word, value = (None, 0) if signal is None else _signal(world, signal, value)
     source = check_operand(call.operand(src, "src"), to.shape, to.dtype, "src")
     _copy(call, _address(dst, peer), source.address, dst.nbytes, source, to)
@@ -102,7 +103,7 @@ def get(dst: Any, src: Any, peer: int, stream: Any = None) -> None:
     world = call.world
     world.check()
     source = _own(world, src, "src")
-    peer = world.check_rank(peer)
+    peer = world.check_rank(peer, f"{call.operation}: peer")
     call.operand(dst, "dst")  # tells where it is, and whether it has to be staged
     target = call.target(dst, source.shape, source.dtype)
     to = check_output(world, target, source.shape, source.dtype)
@@ -113,9 +114,10 @@ def get(dst: Any, src: Any, peer: int, stream: Any = None) -> None:
 def _own(world: World, x: Any, what: str) -> Operand:
     """A contiguous symmetric array of the caller's own."""
     if not isinstance(x, Array) or not x.symmetric:
+        got = repr(x) if isinstance(x, Array) else reprlib.repr(x)
         raise InvalidArgument(
-            f"{what} must be a symmetric tdx array (world.empty), got {x!r}: only those have a "
-            "copy on the peer"
+            f"{what} must be a symmetric tdx array (world.empty), which has a copy on the peer, "
+            f"got {got}"
         )
     if x.world is world and x.owner_rank != world.rank:
         raise InvalidArgument(

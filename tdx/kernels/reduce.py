@@ -99,7 +99,7 @@ class Reduce(Plan):
             self.shape = plain_shape(shape)
             self.dtype = dtypes.resolve(dtype)
             self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
-            self.op, self.root = op, self.group.check_rank(root, "root")
+            self.op, self.root = op, self.group.check_rank(root, f"{self.operation}: root")
             check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch)
             ranks = self.group.size
             Config.check(config, self.operation)

@@ -166,8 +166,8 @@ def case_bad_arguments(world):
          lambda: tdx.put(x, local, peer, signal=world.zeros(2, "int32"))),
         (InvalidArgument, "32 bits", lambda: tdx.put(x, local, peer, signal=word, value=1 << 31)),
         (InvalidArgument, "32 bits", lambda: tdx.put(x, local, peer, signal=word, value=1.0)),
-        (InvalidArgument, "rank", lambda: tdx.put(x, local, 2)),
-        (InvalidArgument, "rank", lambda: tdx.get(local, x, -1)),
+        (InvalidArgument, "put: peer 2 is outside", lambda: tdx.put(x, local, 2)),
+        (InvalidArgument, "get: peer -1 is outside", lambda: tdx.get(local, x, -1)),
         (InvalidArgument, "read-only", lambda: tdx.get(fixed, x, peer)),
         (InvalidArgument, "dst must be", lambda: tdx.get("text", x, peer)),
     ]:  # fmt: skip

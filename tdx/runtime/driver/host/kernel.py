@@ -320,11 +320,13 @@ def _add_state(value: Any, to: list[bytes], depth: int = 0) -> bool:
 
 
 def _failure(fibre: Fibre, error: Exception) -> DriverError:
-    """The error of a program, with the kernel's own source line."""
+    """The error of a program, with the kernel's own source line and where it was launched."""
+    kernel = fibre.run.prepared
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [f for f in frames if f.filename == fibre.run.prepared.filename]
+    mine = [f for f in frames if f.filename == kernel.filename]
     place = f" at {mine[-1].filename}:{mine[-1].lineno}: {mine[-1].line}" if mine else ""
+    launch = f", launched at {kernel.launched}" if kernel.launched else ""
     return DriverError(
-        f"rank {fibre.run.device.rank}: kernel {fibre.run.prepared.name}, program {fibre.index}: "
-        f"{type(error).__name__}: {error}{place}"
+        f"rank {fibre.run.device.rank}: kernel {kernel.name}, program {fibre.index}: "
+        f"{type(error).__name__}: {error}{place}{launch}"
     )
