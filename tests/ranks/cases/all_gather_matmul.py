@@ -193,6 +193,20 @@ def case_ranks_have_the_same_bits(world, comm):
         assert_same_bits(mine, theirs)
 
 
+@worlds(2, 3)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def case_rows_do_not_depend_on_their_number(world, algorithm):
+    """With a Config a row has the same bits whatever else is in the batch, by each algorithm."""
+    m, k, n = 70, 48, 40
+    x = world.array(values(world.rank, (m, k), "bfloat16"), symmetric=False)
+    y = world.array(values(5, (k, n), "bfloat16"), symmetric=False)
+    whole = tdx.all_gather_matmul(x, y, config=SMALL, algorithm="unfused").numpy()
+    whole = whole.reshape(world.size, m, n)
+    for rows in (70, 1, 5, 33):
+        part = tdx.all_gather_matmul(x[:rows], y, config=SMALL, algorithm=algorithm).numpy()
+        assert_same_bits(part, whole[:, :rows].reshape(-1, n), rows)
+
+
 @worlds(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def case_gathered_rows_come_after_a_call_on_another_stream(world, algorithm):

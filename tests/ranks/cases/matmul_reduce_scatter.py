@@ -163,6 +163,20 @@ def case_wide_partials_round_once(world):
     assert_same_bits(once.numpy(), wide.numpy().astype(once.dtype))
 
 
+@worlds(2, 3)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def case_rows_do_not_depend_on_their_number(world, algorithm):
+    """With a Config a row has the same bits whatever else is in the batch, by each algorithm."""
+    m, k, n = 70, 48, 40
+    a, b = operands(world.rank, m * world.size, k, n, "bfloat16")
+    parts = a.reshape(world.size, m, k)  # the rows of each rank
+    whole = tdx.matmul_reduce_scatter(a, b, config=SMALL, algorithm="unfused")
+    for rows in (70, 1, 5, 33):
+        few = np.ascontiguousarray(parts[:, :rows]).reshape(-1, k)
+        part = tdx.matmul_reduce_scatter(few, b, config=SMALL, algorithm=algorithm)
+        assert_same_bits(part, whole[:rows], rows)
+
+
 @worlds(1, 3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def case_leading_axes_and_empty(world, algorithm):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 
 import numpy as np
@@ -160,39 +159,6 @@ def case_bits_do_not_depend_on_the_way(world, dtype):
     rows = slice(17, 17 + 499 * world.size)
     result = tdx.reduce_scatter(x[rows])
     assert_same_bits(result.numpy(), own_part(world, wanted[rows]), "a slice")
-
-
-# SHA-256 of all_reduce of values(rank, 4099, dtype), first 16 digits: host tier and GPUs alike.
-DIGESTS = {
-    (2, "float32", "sum"): "16799838f850a8bb", (2, "float32", "avg"): "3a27b082eabc1495",
-    (2, "float16", "sum"): "cca197827f3c2886", (2, "float16", "avg"): "485f8ff9e50344c6",
-    (2, "bfloat16", "sum"): "8e036b7b4fa30310", (2, "bfloat16", "avg"): "62b6f4925a15183f",
-    (2, "float64", "sum"): "5f20c7dddb51d7ba", (2, "float64", "avg"): "e7297f50cf7cf397",
-    (3, "float32", "sum"): "3cec00d5722e6274", (3, "float32", "avg"): "8f6947ea609dd1ea",
-    (3, "float16", "sum"): "95eeea053eb3fa79", (3, "float16", "avg"): "a0aa360901a8eb38",
-    (3, "bfloat16", "sum"): "a1f76ce21aa01b6d", (3, "bfloat16", "avg"): "915e735604a5e1e3",
-    (3, "float64", "sum"): "36c52d70b014c0c4", (3, "float64", "avg"): "80e41b6ecbe1d67d",
-    (4, "float32", "sum"): "e94655c4e34030c2", (4, "float32", "avg"): "166a14adf224f7d1",
-    (4, "float16", "sum"): "11a1139463cb3162", (4, "float16", "avg"): "8775c0d16db50fa5",
-    (4, "bfloat16", "sum"): "360d6f6639c7edc4", (4, "bfloat16", "avg"): "87c0f9ac5e053b55",
-    (4, "float64", "sum"): "a3f7b4976a8f27cb", (4, "float64", "avg"): "5ffecfa9540bde72",
-    (5, "float32", "sum"): "7fb945bcc5e4eb4c", (5, "float32", "avg"): "214305e8bfe6d012",
-    (5, "float16", "sum"): "edc2e2d9a710b035", (5, "float16", "avg"): "4692b8a0564757df",
-    (5, "bfloat16", "sum"): "4842e48ba8bc7c3e", (5, "bfloat16", "avg"): "32723fab6bccf542",
-    (5, "float64", "sum"): "4cf5e446d88b4691", (5, "float64", "avg"): "8a11d07403a1f4c9",
-}  # fmt: skip
-
-
-@worlds(2, 3, 4, 5)
-def case_bits_are_those_stored(world):
-    for dtype in ("float32", "float16", "bfloat16", "float64"):
-        given = values(world.rank, 4099, dtype)
-        x = world.array(given)
-        for op in ("sum", "avg"):
-            for algorithm in ("one_shot", "two_shot"):
-                result = tdx.all_reduce(x, op, algorithm=algorithm).numpy()
-                digest = hashlib.sha256(result.tobytes()).hexdigest()[:16]
-                assert digest == DIGESTS[world.size, dtype, op], (dtype, op, algorithm)
 
 
 @worlds(2, 3)
