@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from tests.helpers.frameworks import needs
 _EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 _TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 _FRAMEWORKS = ROOT / "examples" / "frameworks"
-_SCRIPTS = sorted([*_FRAMEWORKS.glob("*_layer.py"), *_FRAMEWORKS.glob("engine_*.py")])
+_KINDS = ("*_layer.py", "engine_*.py", "*_distributed.py")
+_SCRIPTS = sorted(path for kind in _KINDS for path in _FRAMEWORKS.glob(kind))
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +104,22 @@ def run_layer(module: str, ranks: int) -> subprocess.CompletedProcess[str]:
     words = ("run", "-n", str(ranks), "--no-prefix", str(_FRAMEWORKS / f"{module}_layer.py"))
     # for JAX, which would take most of a GPU
     return run_tdx(*words, timeout_s=120, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_jax_distributed(ranks, backend, most_ranks, monkeypatch):
+    """JAX's service is kept from logging to stderr: also that there are proxies."""
+    needs("jax", backend)
+    if backend != "host" and os.environ.get("TDX_SHARE_GPU") == "1":
+        pytest.skip("JAX wants a GPU for each process")
+    ranks = min(ranks, most_ranks)
+    for name in [name for name in os.environ if "_proxy" in name.lower()]:
+        monkeypatch.delenv(name)
+    settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if backend == "host":
+        settings["JAX_PLATFORMS"] = "cpu"  # each process wants a GPU of its own, if there are any
+    words = ("run", "-n", str(ranks), "--no-prefix", str(_FRAMEWORKS / "jax_distributed.py"))
+    checked(run_tdx(*words, timeout_s=120, **settings), ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
