@@ -10,7 +10,7 @@ take a thousand times longer: it tells whether results are right, not what holds
 Cases are collected once and given to *streams*: pytest processes, each with GPUs of its own and a
 list of cases of one world size, in pytest's order, so that they share jobs. Streams of one *phase*
 run at once. At the end, alone: `quiet`, the cases that others would disturb, and `rest`, the
-examples and tests/gpu. Cases that need more GPUs than there are are counted apart.
+examples, the demo and tests/gpu. Cases that need more GPUs than there are are counted apart.
 
 Exit code: 0 if all passed or skipped themselves, 1 if not (also for cases not run because of
 --limit or a pytest that broke off), 2 for bad usage. Cases that need more GPUs do not change it.
@@ -42,7 +42,9 @@ import pytest
 from tests.helpers.commands import ROOT
 
 PYTEST = [sys.executable, "-u", "-m", "pytest", "-p", "tests.gpu.suite", "--tdx-backend", "cuda"]
-TARGETS = ["tests/ranks/cases", "tests/ranks/test_examples.py", "tests/gpu"]
+TARGETS = [
+    "tests/ranks/cases", "tests/ranks/test_examples.py", "tests/ranks/test_demo.py", "tests/gpu",
+]  # fmt: skip
 QUIET = "/leaks.py::"  # cases that measure what others on the machine would disturb
 END_LIMIT_S = 10.0  # between SIGTERM and SIGKILL for a stream
 OUTCOMES = ("passed", "skipped", "errors", "failed")  # of several of one case the last counts

@@ -1,8 +1,14 @@
-"""`tdx demo`: the run, its files, its exit codes, and the check that decides them."""
+"""`tdx demo`: the run, its files, its exit codes, and the check that decides them.
+
+Ranks run on the backend of the rank cases, on GPUs with as many ranks as there are.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,9 +18,17 @@ from tdx.runtime.errors import InvalidArgument
 from tdx.tools import demo
 from tdx.tools.demo import Settings
 from tdx.tools.demo_rank import TOLERANCE, Report, _conclude, error_of, reference
-from tests.helpers.commands import run_tdx
+from tests.helpers.commands import ROOT, run_tdx
 
 _SMALL = ("--tokens", "12", "--hidden", "20", "--intermediate", "36")
+
+
+@pytest.fixture
+def backend(request, monkeypatch):
+    """Where ranks run; `tdx demo` is told by the environment."""
+    name = request.config.getoption("--tdx-backend")
+    monkeypatch.setenv("TDX_BACKEND", name)
+    return name
 
 
 def arrays(tokens: int = 12, hidden: int = 20, intermediate: int = 36) -> dict[str, np.ndarray]:
@@ -30,23 +44,47 @@ def expected(x, w_gate, w_up, w_down) -> np.ndarray:
 
 
 @pytest.mark.smoke
-def test_default_run_is_right():
-    done = run_tdx("demo", timeout_s=240)
+def test_default_run_is_right(backend, most_ranks):
+    ranks = min(4, most_ranks)
+    words, sizes, dtype = ["demo"], (256, 256, 896), "float32"
+    if backend != "host":  # of which more may be there than the tests are to use
+        words += ["-n", str(ranks)]
+        sizes, dtype = (-(-8192 // ranks) * ranks, 4096, -(-14336 // ranks) * ranks), "bfloat16"
+    if "TDX_SHARE_GPU" in os.environ:  # a thousand times slower
+        words += [*_SMALL]
+        sizes = (12, 20, 36)
+    done = run_tdx(*words, timeout_s=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The result is right." in done.stdout
-    assert "256 tokens, hidden 256, intermediate 896, float32" in done.stdout
-    table = done.stdout[done.stdout.index("rank  device") :].splitlines()
-    assert [line.split()[0] for line in table[1:5]] == ["0", "1", "2", "3"]
-    assert all(" ok " in line and " ms " in line for line in table[1:5])
-    assert all(re.search(r"\d of 6 chunks +\d+ of 24 tiles", line) for line in table[1:5])
+    assert "{} tokens, hidden {}, intermediate {}, {}".format(*sizes, dtype) in done.stdout
+    table = done.stdout[done.stdout.index("rank  device") :].splitlines()[1 : ranks + 1]
+    assert [line.split()[0] for line in table] == [str(rank) for rank in range(ranks)]
+    assert all(" ok " in line and " ms " in line for line in table)
+    chunks, tiles = (6, 24) if backend == "host" else (r"\d+", r"\d+")
+    hidden = rf"\d+ of {chunks} chunks +\d+ of {tiles} tiles"
+    assert all(re.search(hidden, line) for line in table)
     for step in ("compiling", "first run", "run 1 of", "checking"):
         assert step in done.stdout
     assert done.stderr == ""
 
 
+def test_ranks_load_no_framework(backend, most_ranks, tmp_path):
+    """Importing one would end the rank."""
+    for name in ("torch", "jax", "cupy"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} was imported')\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    words = [sys.executable, "-c", "import torch"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert b"torch was imported" in done.stderr  # instead of an installed one
+    ranks = str(min(2, most_ranks))
+    done = run_tdx("demo", "-n", ranks, *_SMALL, timeout_s=120, PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_input_and_output(tmp_path, ranks, dtype):
+def test_input_and_output(backend, most_ranks, tmp_path, ranks, dtype):
+    ranks = min(ranks, most_ranks)
     given = {name: array.astype(dtype) for name, array in arrays().items()}
     np.savez(tmp_path / "in.npz", **given)
     words = ("-n", str(ranks), "--input", "in.npz", "--output", "out")
@@ -55,13 +93,14 @@ def test_input_and_output(tmp_path, ranks, dtype):
     y = np.load(tmp_path / "out")["y"]
     right = expected(*(array.astype(np.float64) for array in given.values()))
     assert y.dtype == np.float32
-    np.testing.assert_allclose(y, right, atol=1e-4 * np.abs(right).max(), rtol=0)
+    tolerance = TOLERANCE["float32" if backend == "host" else "bfloat16"]
+    np.testing.assert_allclose(y, right, atol=tolerance * np.abs(right).max(), rtol=0)
 
 
-def test_seed_and_sizes(tmp_path):
+def test_seed_and_sizes(backend, most_ranks, tmp_path):
     results = []
     for seed in ("1", "1", "2"):
-        words = ("-n", "2", "--seed", seed, "--output", "y.npz", *_SMALL)
+        words = ("-n", str(min(2, most_ranks)), "--seed", seed, "--output", "y.npz", *_SMALL)
         done = run_tdx("demo", *words, cwd=tmp_path, timeout_s=120)
         assert done.returncode == 0, done.stdout + done.stderr
         results.append(np.load(tmp_path / "y.npz")["y"])
@@ -114,9 +153,10 @@ def test_wrong_calls(tmp_path, words, said):
     assert "starting" not in done.stdout
 
 
-def test_zero_input_is_right(tmp_path):
+def test_zero_input_is_right(backend, most_ranks, tmp_path):
+    ranks = str(min(2, most_ranks))
     np.savez(tmp_path / "in.npz", **arrays() | {"x": np.zeros((12, 20))})
-    done = run_tdx("demo", "-n", "2", "--input", "in.npz", cwd=tmp_path, timeout_s=120)
+    done = run_tdx("demo", "-n", ranks, "--input", "in.npz", cwd=tmp_path, timeout_s=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -149,7 +189,7 @@ def test_verdict(capsys, error):
     assert "3 of 4 tiles" in out
 
 
-def test_wrong_result_gives_exit_code_1(tmp_path):
+def test_wrong_result_gives_exit_code_1(backend, most_ranks, tmp_path):
     """A rank program with a corrupted reference, started as `tdx demo` starts its own."""
     script = tmp_path / "corrupted.py"
     script.write_text(
@@ -159,7 +199,8 @@ def test_wrong_result_gives_exit_code_1(tmp_path):
         "demo_rank.reference = lambda *given: right(*given) + 1.0\n"
         "sys.exit(demo_rank.main(demo.Settings(8, 8, 8, 'float32', 0, '', '')))\n"
     )
-    done = run_tdx("run", "-n", "2", "--no-prefix", str(script), timeout_s=120)
+    ranks = str(min(2, most_ranks))
+    done = run_tdx("run", "-n", ranks, "--no-prefix", str(script), timeout_s=120)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "The result is WRONG." in done.stdout
 

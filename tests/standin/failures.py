@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.standin.fake import Fake
 from tests.standin.ranks import ERROR, Rank, scenario
 
 
@@ -244,30 +248,61 @@ def no_compiler(rank: Rank) -> None:
     """Triton's launcher cannot be built: all ranks raise what to install."""
     # no compiler at all, and one that finds no Python.h
     os.environ["CC"] = "/nonexistent/cc" if rank.size == 1 else "/bin/false"
-    words = ("C compiler", "Python's headers", "apt-get install gcc python3-dev")
-    with rank.leaves_nothing(), rank.raises(*words, kind="DriverError"):
+    with rank.leaves_nothing(), rank.raises(*_COMPILER, kind="DriverError"):
         rank.init()
 
 
-@scenario(1)
+@scenario(2)
+def no_compiler_on_one(rank: Rank) -> None:
+    """On the last rank."""
+    os.environ["TRITON_CACHE_DIR"] += f"/{rank.rank}"  # where nobody else has built it
+    if rank.last:
+        os.environ["CC"] = "/bin/false"
+    with rank.leaves_nothing(), _raises_everywhere(rank, *_COMPILER):
+        rank.init()
+
+
+@scenario(1, 2)
 def old_driver(rank: Rank) -> None:
+    """On the last rank."""
     from cuda.bindings import driver as cu
 
-    rank.fake.version = cu.CUDA_VERSION // 1000 * 1000 - 1000 + 80
+    if rank.last:
+        rank.fake.version = cu.CUDA_VERSION // 1000 * 1000 - 1000 + 80
     words = ("older than the installed cuda-bindings", "update the driver", "pip install")
-    with rank.raises(*words, kind="DriverError"):
+    with _raises_everywhere(rank, *words):
         rank.init()
 
 
-@scenario(1)
+@scenario(1, 2)
 def no_library(rank: Rank) -> None:
-    words = ("cannot be loaded", "libcuda.so.1", "install the NVIDIA driver")
-    with rank.raises(*words, kind="DriverError"):
+    """On the last rank; the others have that of the folder that the environment names."""
+    if not rank.last:  # found by its name from now on
+        ctypes.CDLL(os.environ["TDX_STANDIN"] + "/libcuda.so.1")
+        rank.fake = Fake()
+    with _raises_everywhere(rank, "cannot be loaded", "libcuda.so.1", "install the NVIDIA driver"):
         rank.init()
 
 
-@scenario(1)
+@scenario(1, 2)
 def no_binding(rank: Rank) -> None:
-    sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
-    with rank.raises("cuda-bindings", "tdx-kernels[cuda13]", kind="DriverError"):
+    """On the last rank."""
+    if rank.last:
+        sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
+    with _raises_everywhere(rank, "cuda-bindings", "tdx-kernels[cuda13]"):
         rank.init()
+
+
+_COMPILER = ("C compiler", "Python's headers", "apt-get install gcc python3-dev")
+
+
+@contextlib.contextmanager
+def _raises_everywhere(rank: Rank, *words: str) -> Iterator[None]:
+    """What only the last rank lacks; the others are told on which it is, and without a wait."""
+    where = () if rank.last else (f"rank {rank.size - 1}: DriverError",)
+    with rank.raises(*words, *where, kind="DriverError"):
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            assert time.monotonic() - begin < 5, "waited for the rank that failed"

@@ -21,6 +21,7 @@ from tests.standin import (  # noqa: F401  # declare their scenarios
     products,
     sharing,
     threads,
+    triton_hooks,
     use,
 )
 from tests.standin.ranks import SCENARIOS, Rank

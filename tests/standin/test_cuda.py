@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,8 +19,9 @@ from tests.standin.ranks import SIZES
 
 # in a process of their own: they need one that is set up badly, or leave one in ruins
 _ALONE = {
-    "old_driver", "no_library", "no_binding", "no_compiler", "every_verb_of_close", "one_compiles",
-    "a_device_breaks",
+    "old_driver", "no_library", "no_binding", "no_compiler", "no_compiler_on_one", "one_compiles",
+    "every_verb_of_close", "a_device_breaks", "no_framework_is_loaded", "kernels_are_timed",
+    "torch_is_imported_first", "torch_is_imported_later",
 }  # fmt: skip
 _LIMIT_S = 120.0
 _SIZES = sorted({size for sizes in SIZES.values() for size in sizes})
@@ -104,23 +106,43 @@ def test_close_fails(library: Path, size: int, name: str):
     run_alone(library, size, name)
 
 
-@pytest.mark.parametrize("size", SIZES["no_compiler"])
-def test_no_compiler(library: Path, tmp_path: Path, size: int):
-    run_alone(library, size, "no_compiler", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(n, s) for s in ("no_compiler", "no_compiler_on_one", "one_compiles") for n in SIZES[s]],
+)
+def test_compiling(library: Path, tmp_path: Path, size: int, name: str):
+    run_alone(library, size, name, TRITON_CACHE_DIR=str(tmp_path))
 
 
-def test_one_compiles(library: Path, tmp_path: Path):
-    run_alone(library, 3, "one_compiles", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize(
+    ("size", "name"), [(n, s) for s in ("old_driver", "no_binding") for n in SIZES[s]]
+)
+def test_wrong_installation(library: Path, size: int, name: str):
+    run_alone(library, size, name)
 
 
-@pytest.mark.parametrize("name", ["old_driver", "no_binding"])
-def test_wrong_installation(library: Path, name: str):
-    run_alone(library, 1, name)
-
-
-def test_no_library(tmp_path: Path, library: Path):
+@pytest.mark.parametrize("size", SIZES["no_library"])
+def test_no_library(tmp_path: Path, library: Path, size: int):
     (tmp_path / "libcuda.so.1").write_bytes(b"")  # hides that of the machine, if there is one
-    run_alone(tmp_path, 1, "no_library")
+    run_alone(tmp_path, size, "no_library", TDX_STANDIN=str(library))
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(n, s) for s in ("no_framework_is_loaded", "kernels_are_timed") for n in SIZES[s]],
+)
+def test_without_frameworks(library: Path, size: int, name: str):
+    run_alone(library, size, name)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [(n, s) for s in ("torch_is_imported_first", "torch_is_imported_later") for n in SIZES[s]],
+)
+def test_torch(library: Path, size: int, name: str):
+    if importlib.util.find_spec("torch") is None:
+        skip("torch is not installed")
+    run_alone(library, size, name)
 
 
 def run_alone(folder: Path, size: int, name: str, **environment: str) -> None:

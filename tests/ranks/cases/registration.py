@@ -76,6 +76,12 @@ def somebodys():
     return sum("memfd:somebody" in m.file for m in mappings())
 
 
+def needs_host_memory(backend):
+    """Skip where others' memory is that of a GPU; see case_memory_of_a_gpu and the stand-in."""
+    if backend != "host":
+        pytest.skip("registers files in host memory, which GPUs do not take")
+
+
 held = []  # objects whose memory or file goes with them
 MAKERS = {
     "memfd": by_memfd,
@@ -99,8 +105,7 @@ def push_kernel(x, n, world, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("kind", MAKERS)
 def case_memory_of_others(world, backend, kind, offset):
     """One memory at two addresses, and at the same place for every rank."""
-    if backend != "host":
-        return
+    needs_host_memory(backend)
     n = 1500
     theirs = MAKERS[kind](8 * n, offset).view(np.int32)
     theirs[:] = np.arange(2 * n) + 10_000 * world.rank
@@ -158,8 +163,7 @@ def case_memory_of_a_gpu(world):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def case_operations(world, backend, dtype):
     """Registered arrays are operands and results like all symmetric ones."""
-    if backend != "host":
-        return
+    needs_host_memory(backend)
     given = [values(rank, (50, 20), dtype) for rank in range(world.size)]
     kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
     source, target = (by_memfd(1000 * kind.itemsize).view(kind).reshape(50, 20) for _ in range(2))
@@ -185,8 +189,7 @@ def case_operations(world, backend, dtype):
 @worlds(1, 2)
 def case_nothing_is_left(world, backend):
     """Freed, or dropped by all: mappings, descriptors and the owner's object go."""
-    if backend != "host":
-        return
+    needs_host_memory(backend)
 
     def usage():
         return somebodys(), len(os.listdir("/proc/self/fd"))
@@ -219,8 +222,7 @@ def case_nothing_is_left(world, backend):
 
 @worlds(1, 2)
 def case_exports_hold_the_memory(world, backend):
-    if backend != "host":
-        return
+    needs_host_memory(backend)
     theirs = by_memfd(PAGE)
     x = world.register(theirs)
     view = np.from_dlpack(x)
@@ -273,8 +275,7 @@ def case_refusals(world, backend):
 @worlds(2, 3)
 def case_ranks_differ(world, backend):
     """In shape, in type, in where the array begins, in what kind of memory it is."""
-    if backend != "host":
-        return
+    needs_host_memory(backend)
     one = world.rank == 1
     before = somebodys()
     base = by_memfd(4 * PAGE)
@@ -305,8 +306,7 @@ def case_ranks_differ(world, backend):
 @worlds(2)
 def case_ends_with_its_world(comm, backend):
     """Closing gives the memory back; after recovery what was left can be read."""
-    if backend != "host":
-        return
+    needs_host_memory(backend)
     theirs = by_memfd(PAGE)
     before = somebodys()
     with tdx.init(comm, backend=backend) as world:

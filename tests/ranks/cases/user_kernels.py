@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from triton.testing import do_bench
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tdx
@@ -46,6 +47,12 @@ def _heuristic(x, n, BLOCK: tl.constexpr):
 def _tuned(x, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(x + i, BLOCK, mask=i < n)
+
+
+@triton.jit
+def _add_block(x, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i, mask=i < n) + BLOCK, mask=i < n)
 
 
 class Inner(NamedTuple):
@@ -139,7 +146,7 @@ def case_nested_helpers_and_globals(world):
 @worlds(1)
 def case_closures(world):
     if world.backend != "host":
-        return  # Triton's compiler looks annotations up among a kernel's globals only
+        pytest.skip("Triton's compiler looks annotations up among a kernel's globals only")
     x = world.array(np.arange(8, dtype=np.int32))
     _close_over(tl.constexpr(10), tl)[(1,)](x, 8, BLOCK=8)
     assert (x.numpy() == 10 * np.arange(8) + 5).all()
@@ -153,8 +160,57 @@ def case_heuristics_and_autotune(world):
     _heuristic[(1,)](x, 10)
     assert (x.numpy() == 16).all()
     _tuned[lambda args: (triton.cdiv(args["n"], args["BLOCK"]),)](x, 10)
+    block = _tuned.best_config.kwargs["BLOCK"]
+    assert block in ((2,) if world.backend == "host" else (2, 8))  # every rank takes the first one
+    assert (x.numpy() == block).all()
+
+
+@worlds(1, 2)
+def case_autotune_once_for_each_key(world):
+    """All that is tried runs on the user's stream, before the launch itself; then nothing is."""
+    asked = []
+    configs = [triton.Config({"BLOCK": size}) for size in (2, 4, 8)]
+
+    def bench(call, quantiles):
+        asked.append(quantiles)
+        call()
+        return [1.0 / len(asked)] * len(quantiles)  # later ones are faster
+
+    tuned = triton.autotune(configs, key=["n"], do_bench=bench)(_add_block)
+    x, y = world.zeros(16, "int32"), world.zeros(9, "int32", symmetric=False)
+    with world.on(world.new_stream()):
+        for _ in range(3):
+            tuned[lambda args: (triton.cdiv(args["n"], args["BLOCK"]),)](x, 16)
+        assert len(asked) == 3
+        tuned[lambda args: (triton.cdiv(args["n"], args["BLOCK"]),)](y, 9)
+    assert len(asked) == 6
+    assert tuned.best_config.kwargs == {"BLOCK": 8}
+    assert (x.numpy() == 2 + 4 + 8 + 3 * 8).all()
+    assert (y.numpy() == 2 + 4 + 8 + 8).all()
+
+
+@worlds(1, 2)
+def case_do_bench(world):
+    """Measures GPUs, with events of tdx; the host tier's driver has none to measure with."""
+    x = world.zeros(8, "int32", symmetric=False)
+
+    def run():
+        _add_block[(2,)](x, 8, BLOCK=4)
+
     if world.backend == "host":
-        assert (x.numpy() == 2).all()  # every rank takes the first one
+        with pytest.raises(AttributeError, match="get_device_interface"):
+            do_bench(run, warmup=1, rep=5)
+        return
+    mean = do_bench(run, warmup=1, rep=5)
+    assert 0 < mean < 1000  # milliseconds
+    times = do_bench(run, warmup=1, rep=5, return_mode="all")
+    assert len(times) >= 1
+    assert min(times) > 0
+    least, most = do_bench(run, warmup=1, rep=5, quantiles=[0.0, 1.0])
+    assert 0 < least <= most
+    runs, *others = set(x.numpy().tolist())
+    assert not others
+    assert runs >= 4 * (3 * 7 + len(times))  # each: one, five to estimate, one to warm up, measured
 
 
 @worlds(1)
