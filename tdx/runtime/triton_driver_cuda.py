@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -117,12 +118,20 @@ class _TritonDriver(StockDriver):
         Interface.synchronize = staticmethod(driver.synchronize)  # type: ignore[attr-defined]
         return Interface
 
-    def get_empty_cache_for_benchmark(self) -> Any:
-        stream = self._tdx.launch_stream()
-        return self._tdx.alloc(_CACHE_BYTES, stream)
+    def get_empty_cache_for_benchmark(self) -> _Cache:
+        return _Cache(self._tdx)
 
-    def clear_cache(self, cache: int) -> None:
-        self._tdx.fill(cache, 0, _CACHE_BYTES, self._tdx.launch_stream())
+    def clear_cache(self, cache: _Cache) -> None:
+        self._tdx.fill(cache.address, 0, _CACHE_BYTES, self._tdx.launch_stream())
+
+
+class _Cache:
+    """Memory as large as a GPU's cache, while do_bench holds it."""
+
+    def __init__(self, driver: CudaDriver):
+        stream = driver.launch_stream()
+        self.address = driver.alloc(_CACHE_BYTES, stream)
+        weakref.finalize(self, driver.free, self.address, stream).atexit = False
 
 
 class Shim:

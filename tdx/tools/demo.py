@@ -42,7 +42,10 @@ _OPEN_GPU = """
 import sys
 from tdx.runtime.driver.cuda import CudaDriver
 ranks = int(sys.argv[1])
-CudaDriver(ranks - 1, ranks).close()
+driver = CudaDriver(ranks - 1, ranks)
+driver.close()
+if driver.info.index < ranks - 1:
+    sys.exit("CUDA_VISIBLE_DEVICES hides some")
 """
 
 

@@ -20,7 +20,7 @@ from tests.standin.ranks import SIZES
 # in a process of their own: they need one that is set up badly, or leave one in ruins
 _ALONE = {
     "old_driver", "no_library", "no_binding", "no_compiler", "no_compiler_on_one", "one_compiles",
-    "every_verb_of_close", "a_device_breaks", "no_framework_is_loaded", "kernels_are_timed",
+    "every_verb_of_close", "a_device_breaks", "no_framework_is_loaded",
     "torch_is_imported_first", "torch_is_imported_later",
 }  # fmt: skip
 _LIMIT_S = 120.0

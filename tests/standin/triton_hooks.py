@@ -200,16 +200,15 @@ def kernels_are_timed(rank: Rank) -> None:
     """do_bench, which the autotuner uses, by events on the stream that is current."""
     from triton.testing import do_bench
 
-    world = rank.init()
-    x = world.zeros(64, "float32", symmetric=False)
-    run = functools.partial(no_framework.add_kernel[(1,)], x, 64, 1, 0.5, BLOCK=64)
-    for stream in (world.stream, world.new_stream()):
-        launches = rank.fake.launches
-        with world.on(stream):
-            times = do_bench(run, warmup=1, rep=5, return_mode="all")
-        assert len(times) >= 1
-        assert min(times) >= 0
-        assert rank.fake.launches > launches + len(times)
-    assert not no_framework.loaded()
-    del x, run
-    world.close()
+    with rank.leaves_modules(), rank.init() as world:
+        x = world.zeros(64, "float32", symmetric=False)
+        run = functools.partial(no_framework.add_kernel[(1,)], x, 64, 1, 0.5, BLOCK=64)
+        for stream in (world.stream, world.new_stream()):
+            launches = rank.fake.launches
+            with world.on(stream):
+                times = do_bench(run, warmup=1, rep=5, return_mode="all")
+            assert len(times) >= 1
+            assert min(times) >= 0
+            assert rank.fake.launches > launches + len(times)
+        assert not no_framework.loaded()
+        del x, run

@@ -40,7 +40,7 @@ from tdx.runtime.driver.host.bounds import address_of
 from tdx.runtime.driver.host.builder import HostBuilder, HostReduceOps, HostScanOps
 from tdx.runtime.driver.host.device import Device
 from tdx.runtime.driver.host.kernel import PreparedKernel
-from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.errors import Closed, InvalidArgument, Unsupported
 
 __all__ = ["HostTritonDriver", "prepare", "set_launcher", "take_over"]
 
@@ -374,6 +374,12 @@ class HostTritonDriver(DriverBase):
 
     def get_active_torch_device(self) -> Any:
         raise NotImplementedError("the host tier does not use torch")
+
+    def get_device_interface(self) -> Any:
+        raise Unsupported(
+            "triton.testing.do_bench measures GPUs, not the host tier: take the time around calls "
+            "and world.synchronize()"
+        )
 
     def get_empty_cache_for_benchmark(self) -> Any:
         return None
