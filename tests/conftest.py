@@ -25,8 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tdx-backend",
         choices=("host", "cuda", "hip"),
         default="host",
-        help="backend of rank cases and examples; on GPUs worlds are at most as large as their "
-        "number. All other tests run on the host tier, but for those marked gpu",
+        help="backend of rank cases, examples and the demo; on GPUs worlds are at most as large as "
+        "their number. All other tests run on the host tier, but for those marked gpu",
     )
     parser.addoption(
         "--tdx-ranks",

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-__all__ = ["Options", "expand", "isolated", "limit", "options_of", "skip", "worlds"]
+__all__ = ["Options", "expand", "host_only", "isolated", "limit", "options_of", "skip", "worlds"]
 
 _GIVEN = {"world", "rng", "comm", "backend"}
 
@@ -69,6 +69,12 @@ def isolated(case: Callable[..., Any] | None = None, *, dies: Iterable[int] = ()
         return case
 
     return decorate if case is None else decorate(case)
+
+
+def host_only(backend: str) -> None:
+    """Skip on GPUs what they cannot show, or would run into."""
+    if backend != "host":
+        pytest.skip("on the host tier only")
 
 
 def skip(reason: str) -> NoReturn:

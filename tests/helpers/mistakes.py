@@ -9,11 +9,6 @@ import pytest
 from tdx.runtime.errors import DriverError
 
 
-def host_only(world) -> None:
-    if world.backend != "host":
-        pytest.skip("a GPU runs into the mistake")
-
-
 def refused(world, text: str) -> None:
     """Only the kernel failed: with the rank, `text` and the caller's file; the world goes on."""
     with pytest.raises(DriverError, match=text) as caught:

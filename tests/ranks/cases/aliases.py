@@ -7,7 +7,7 @@ import pytest
 
 import tdx
 from tdx.runtime.errors import InvalidArgument
-from tests.helpers.cases import worlds
+from tests.helpers.cases import host_only, worlds
 from tests.helpers.reference import assert_same_bits, values
 from tests.ranks.cases.registration import by_memfd
 
@@ -15,8 +15,7 @@ from tests.ranks.cases.registration import by_memfd
 @worlds(2, 3)
 def case_both_addresses_of_registered_memory(world, backend):
     """The owner's array as input, the registered one as result: it is in place."""
-    if backend != "host":
-        return
+    host_only(backend)
     each = 600
     count = each * world.size
     theirs = by_memfd(4 * count).view(np.float32)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 import tdx
 from tdx.interop import numpy_arrays
-from tests.helpers.cases import worlds
+from tests.helpers.cases import host_only, worlds
 
 DTYPES = (
     "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
@@ -204,8 +204,7 @@ def case_copies_between_parts_need_no_other_memory(world):
 
 @worlds(1, 2)
 def case_exports_share_the_memory(world, backend):
-    if backend != "host":
-        return
+    host_only(backend)
     x = world.array(np.arange(6, dtype=np.float32).reshape(2, 3))
     for view in (np.from_dlpack(x), np.asarray(x)):
         view[0, 0] = 7
@@ -224,8 +223,7 @@ def case_exports_share_the_memory(world, backend):
 
 @worlds(1)
 def case_memory_lives_as_long_as_an_export(world, backend):
-    if backend != "host":
-        return
+    host_only(backend)
     for symmetric in (True, False):
         x = world.array(np.arange(4, dtype=np.int32), symmetric=symmetric)
         view = np.asarray(x)[1:]

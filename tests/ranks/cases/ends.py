@@ -19,7 +19,7 @@ import tdx
 import tdx.language as tdl
 from tdx.kernels.all_reduce import Config
 from tdx.runtime.errors import Closed, CollectiveMismatch, InvalidArgument, PeerLost, TdxError
-from tests.helpers.cases import isolated, limit, worlds
+from tests.helpers.cases import host_only, isolated, limit, worlds
 from tests.ranks.cases.registration import by_memfd
 
 
@@ -111,8 +111,7 @@ def case_a_forked_copy(world, backend):
 @pytest.mark.parametrize("way", ["in", "out"])
 def case_an_interrupted_copy(world, backend, way):
     """The host's memory stays until the queued copy has used it."""
-    if backend != "host":
-        return
+    host_only(backend)
     large = world.zeros(8 << 20, "uint8", symmetric=False)
     small = world.zeros(16, "float32", symmetric=False)
     world.synchronize()
@@ -176,8 +175,7 @@ def case_ranks_that_allocate_differently(comm, backend):
 @limit(30)
 def case_devices_of_different_sizes(comm, backend):
     """Grids and workspaces follow from the smallest."""
-    if backend != "host":
-        return
+    host_only(backend)
     tdx.config.host_multiprocessors = 8 if comm.Get_rank() else 3
     with tdx.init(comm, backend=backend, timeout_s=10) as world:
         assert world.device.multiprocessors == 3
@@ -253,8 +251,7 @@ def case_a_peer_that_left_when_nothing_is_queued(comm, backend):
 @worlds(1)
 def case_registered_memory_in_a_graph(comm, backend):
     """What a graph uses by either address is not given back."""
-    if backend != "host":
-        return
+    host_only(backend)
     with tdx.init(comm, backend=backend) as world:
         theirs = by_memfd(400).view(np.float32)
         theirs[:] = 3

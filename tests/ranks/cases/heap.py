@@ -12,7 +12,7 @@ from tdx.runtime.agreement import agree
 from tdx.runtime.driver.host import HostDriver
 from tdx.runtime.errors import Closed, CollectiveMismatch, HeapExhausted, InvalidArgument
 from tdx.runtime.heap import format_bytes
-from tests.helpers.cases import isolated, worlds
+from tests.helpers.cases import host_only, isolated, worlds
 
 MIB = 1 << 20
 
@@ -87,8 +87,7 @@ def case_a_hard_cap(comm, backend):
 @isolated
 @worlds(2, 3)
 def case_growth_that_fails_on_one_rank(comm, backend):
-    if backend != "host":
-        return
+    host_only(backend)
     with tdx.init(comm, backend=backend) as world:
         x = world.array(np.arange(10))
         for verb in ("mem_create", "mem_map", "mem_import"):
@@ -130,8 +129,7 @@ def _exhausted(*_):
 @worlds(2)
 def case_growth_falls_back_to_what_is_needed(comm, backend):
     """Doubling fails, the size asked for fits."""
-    if backend != "host":
-        return
+    host_only(backend)
     original = HostDriver.mem_create
 
     def small_only(self, nbytes):

@@ -23,7 +23,7 @@ from tdx.runtime.errors import (
     PeerTimeout,
     Unsupported,
 )
-from tests.helpers.cases import isolated, limit, worlds
+from tests.helpers.cases import host_only, isolated, limit, worlds
 
 
 def resources():
@@ -158,8 +158,7 @@ def case_several_hosts(backend):
 @worlds(1, 3)
 def case_a_failing_verb_undoes_everything(comm, backend):
     """The n-th use of a verb fails on the last rank: all ranks raise, nothing stays."""
-    if backend != "host":
-        return
+    host_only(backend)
     tdx.init(comm, backend=backend).close()
     before = resources()
     size = comm.Get_size()
@@ -220,8 +219,7 @@ def case_no_descriptor_left(comm, backend):
 @worlds(2)
 def case_exports_outlive_the_world(comm, backend):
     """A NumPy view keeps the memory; close says so; letting go of it unmaps."""
-    if backend != "host":
-        return  # NumPy has no views of GPU memory; tests/gpu has this with CuPy's
+    host_only(backend)  # NumPy has no views of GPU memory; tests/gpu has this with CuPy's
     world = tdx.init(comm, backend=backend)
     x = world.array(np.full(4, world.rank, np.int32))
     local = world.array(np.arange(4, dtype=np.int32), symmetric=False)

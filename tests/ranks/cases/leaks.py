@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import tdx
-from tests.helpers.cases import isolated, limit, worlds
+from tests.helpers.cases import host_only, isolated, limit, worlds
 from tests.helpers.movement import MOVES
 
 ALLOCATIONS, WORLDS, PLANS = 10_000, 1000, 10_000
@@ -231,8 +231,7 @@ def _streams(gathering):
 @worlds(1)
 def case_close_says_what_is_still_held(backend):
     """As an error too, when warnings are errors; and the world is closed all the same."""
-    if backend != "host":
-        return
+    host_only(backend)
     world = tdx.init(backend=backend)
     view = np.from_dlpack(world.zeros(4, "int32"))
     with pytest.warns(ResourceWarning, match=r"closed while 1 exported array\(s\) are still held"):

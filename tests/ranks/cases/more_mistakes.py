@@ -10,8 +10,8 @@ import triton.language as tl
 import tdx
 import tdx.language as tdl
 from tdx.runtime.errors import PeerTimeout
-from tests.helpers.cases import isolated, limit, worlds
-from tests.helpers.mistakes import host_only, refused
+from tests.helpers.cases import host_only, isolated, limit, worlds
+from tests.helpers.mistakes import refused
 
 N = tl.constexpr(64)
 MINUS = tl.constexpr(-5)
@@ -84,7 +84,7 @@ def many_ranks_kernel(words, out, world, RANKS: tl.constexpr):
 
 @worlds(1, 2)
 def case_an_assertion_that_does_not_hold(world):
-    host_only(world)
+    host_only(world.backend)
     x = world.array(np.arange(64, dtype=np.int32))
     for verb in ("block", "statement"):
         assert_kernel[(1,)](x, 3, 0, VERB=verb)
@@ -116,7 +116,7 @@ def case_an_assertion_after_a_wait_that_gave_up(comm, backend):
 @limit(30)
 def case_programs_that_wait_for_one_that_has_not_begun(comm, backend):
     world = tdx.init(comm, backend=backend, timeout_s=0.5)
-    host_only(world)
+    host_only(world.backend)
     resident = world.device.multiprocessors
     assert resident == 8
     chain_kernel[(12,)](world.zeros(12, "int32"), world.handle)
@@ -131,7 +131,7 @@ def case_programs_that_wait_for_one_that_has_not_begun(comm, backend):
 
 @worlds(1, 2)
 def case_a_grid_barrier_of_more_programs_than_are_resident(world):
-    host_only(world)
+    host_only(world.backend)
     most = world.device.multiprocessors
     meet_kernel[(most + 8,)](world.channel(most + 8))
     text = rf"{most + 8} programs, of which {most} are resident.*TDX_HOST_MULTIPROCESSORS"
@@ -143,7 +143,7 @@ def case_a_grid_barrier_of_more_programs_than_are_resident(world):
 
 @worlds(1, 2)
 def case_nothing_left_to_wait_for(world):
-    host_only(world)
+    host_only(world.backend)
     signals, out = world.array(np.ones(1024, np.int32)), world.zeros(64, "int32")
     any_kernel[(1,)](signals, out, 3, 3, world.handle)
     assert out.numpy()[:3].tolist() == [0, 1, 2]
@@ -174,7 +174,7 @@ def case_nothing_left_after_a_wait_that_gave_up(comm, backend):
 
 @worlds(1, 2, 3)
 def case_a_root_that_does_not_exist(world):
-    host_only(world)
+    host_only(world.backend)
     x, own = world.zeros(64, "int32"), world.zeros(64, "int32")
     for root in (world.size, -1, 9):
         count_kernel[(1,)](x, own, 4, root, world.handle, VERB="broadcast")
@@ -185,7 +185,7 @@ def case_a_root_that_does_not_exist(world):
 @worlds(1, 2)
 @pytest.mark.parametrize("verb", ["put", "constant", "get", "put_signal", "broadcast", "wait_all"])
 def case_a_negative_count(world, verb):
-    host_only(world)
+    host_only(world.backend)
     x, own = world.zeros(64, "int32"), world.array(np.ones(64, np.int32))
     count_kernel[(1,)](x, own, -5, world.rank, world.handle, VERB=verb)
     refused(world, rf"{'count' if verb == 'wait_all' else 'numel'} is -5: it must be 0")
@@ -199,7 +199,7 @@ def case_a_negative_count(world, verb):
 
 @worlds(1, 2)
 def case_load_ll_all_of_too_many_ranks(world):
-    host_only(world)
+    host_only(world.backend)
     words, out = world.zeros(64, "int64"), world.zeros(64, "int32")
     many_ranks_kernel[(1,)](words, out, world.handle, RANKS=17)
     refused(world, "load_ll_all takes at most 16 ranks, got 17; use load_ll")
@@ -220,8 +220,7 @@ def early_kernel(x, inbox, out, arrived, channel, world):
 @isolated
 @worlds(2)
 def case_a_seed_shows_data_stored_after_the_notify(comm, backend):
-    if backend != "host":
-        return
+    host_only(backend)
     wrong = 0
     for seed in range(1, 6):
         tdx.config.host_seed = seed

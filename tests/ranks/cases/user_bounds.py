@@ -12,8 +12,8 @@ import triton.language as tl
 
 import tdx
 import tdx.language as tdl
-from tests.helpers.cases import worlds
-from tests.helpers.mistakes import host_only, refused
+from tests.helpers.cases import host_only, worlds
+from tests.helpers.mistakes import refused
 
 N = tl.constexpr(64)
 
@@ -71,7 +71,7 @@ class Foreign:
 @pytest.mark.parametrize("verb", ["load", "store", "add", "cas"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def case_beyond_an_array(world, verb, symmetric):
-    host_only(world)
+    host_only(world.backend)
     y = world.zeros(64, "int32")
     x, other = (world.zeros(100, "int32", symmetric=symmetric) for _ in range(2))
     names = {"load": "load from", "store": "store to"}
@@ -94,7 +94,7 @@ def case_beyond_an_array(world, verb, symmetric):
 
 @worlds(1, 2)
 def case_arrays_side_by_side_are_apart(world):
-    host_only(world)
+    host_only(world.backend)
     arrays = [world.zeros(64, "int32") for _ in range(3)]
     for x in arrays:
         for shift in (-1, 1):
@@ -107,7 +107,7 @@ def case_arrays_side_by_side_are_apart(world):
 
 @worlds(1, 2, 3)
 def case_beyond_a_peers_array(world):
-    host_only(world)
+    host_only(world.backend)
     x, y = world.zeros(100, "int32"), world.zeros(100, "int32")
     peer = (world.rank + 1) % world.size
     copy = "" if peer == world.rank else f" of rank {peer}"
@@ -126,7 +126,7 @@ def case_beyond_a_peers_array(world):
 
 @worlds(1, 2)
 def case_beyond_a_matrix(world):
-    host_only(world)
+    host_only(world.backend)
     y = world.zeros(64, "int32")
     for shift, n, wrong in ((36, 1000, r"80, \[20, 0\]"), (-1, 1000, r"-1, \[-1, 3\]")):
         use_kernel[(1,)](world.zeros((20, 4), "int32"), y, shift, n, VERB="load")
@@ -156,7 +156,7 @@ def case_addresses_from_memory(world):
 
 @worlds(1)
 def case_memory_of_others(world):
-    host_only(world)
+    host_only(world.backend)
     y = world.zeros(64, "int32")
     whole = np.arange(200, dtype=np.int32)
     use_kernel[(1,)](Foreign(whole[100:]), y, 36, 100, VERB="load")
@@ -173,7 +173,7 @@ def case_memory_of_others(world):
 
 @worlds(2)
 def case_registered_memory(world):
-    host_only(world)
+    host_only(world.backend)
     fd = os.memfd_create("registered")
     os.ftruncate(fd, mmap.PAGESIZE)
     memory = mmap.mmap(fd, mmap.PAGESIZE)

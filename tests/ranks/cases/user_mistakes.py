@@ -11,8 +11,8 @@ import tdx
 import tdx.language as tdl
 from tdx.runtime.driver.host import executor
 from tdx.runtime.errors import InvalidArgument
-from tests.helpers.cases import isolated, worlds
-from tests.helpers.mistakes import host_only, refused
+from tests.helpers.cases import host_only, isolated, worlds
+from tests.helpers.mistakes import refused
 
 N = tl.constexpr(64)
 
@@ -143,7 +143,7 @@ def channel_kernel(x, channel, world, VERB: tl.constexpr):
     "verb", ["put", "get", "put_signal", "notify", "add", "wait", "load", "store", "cas"]
 )
 def case_a_peer_that_does_not_exist(world, verb):
-    host_only(world)
+    host_only(world.backend)
     x, own, signal = (world.zeros(64, "int32", name=name) for name in ("x", "own", "signal"))
     size = world.size
     for peer in (size, -1, -2, 1000):
@@ -157,7 +157,7 @@ def case_a_peer_that_does_not_exist(world, verb):
 
 @worlds(3)
 def case_a_peer_outside_of_a_team(world):
-    host_only(world)
+    host_only(world.backend)
     x, signal = world.zeros(64, "int32"), world.zeros(64, "int32")
     team, world_channel = world.team([2, 0]), world.channel(1)
     if team:
@@ -241,7 +241,7 @@ def case_local_memory_is_the_own_ranks_copy(world):
 @worlds(2, 3)
 def case_kernels_of_the_library_have_no_access_checked(world):
     """A masked peer that does not exist would have: see masked_peers."""
-    host_only(world)
+    host_only(world.backend)
     x = world.array(np.full(48, world.rank, np.float32))
     out = world.empty(48 * world.size, "float32")
     made = []
@@ -268,7 +268,7 @@ def case_kernels_of_the_library_have_no_access_checked(world):
 
 @worlds(1, 2)
 def case_a_wait_for_the_copy_of_a_wrong_peer(world):
-    host_only(world)
+    host_only(world.backend)
     wait_at_peer_kernel[(1,)](world.zeros(1, "int32"), world.size, world.handle)
     text = rf"InvalidArgument: peer {world.size} is outside 0\.\.{world.size - 1}"
     refused(world, rf"{text}.*, launched at .*user_mistakes\.py:\d+$")
@@ -280,7 +280,7 @@ def case_a_wait_for_the_copy_of_a_wrong_peer(world):
     "verb", ["put", "get", "notify", "add", "wait", "load", "store", "cas", "broadcast"]
 )
 def case_local_memory_where_peers_need_a_copy(world, verb):
-    host_only(world)
+    host_only(world.backend)
     x = world.zeros(64, "int32")
     local, signal = (world.zeros(64, "int32", symmetric=False) for _ in range(2))
     peer = (world.rank + 1) % world.size
@@ -294,7 +294,7 @@ def case_local_memory_where_peers_need_a_copy(world, verb):
 
 @worlds(1, 2)
 def case_addresses_beyond_the_heap(world):
-    host_only(world)
+    host_only(world.backend)
     x = world.zeros(64, "int32")
     beyond = x.__class__(world, x._block, x._address + (1 << 34), (64,), (4,), x.dtype)
     for verb in ("put", "notify"):
@@ -309,7 +309,7 @@ def case_addresses_beyond_the_heap(world):
 
 @worlds(2, 3)
 def case_a_view_made_by_peer(world):
-    host_only(world)
+    host_only(world.backend)
     x = world.zeros(64, "int32")
     other = (world.rank + 1) % world.size
     for verb in ("put", "get", "notify"):
@@ -325,8 +325,7 @@ def case_a_view_made_by_peer(world):
 @worlds(1, 2)
 def case_something_else_than_a_handle(world):
     x, channel = world.zeros(64, "int32"), world.channel(1)
-    if world.backend != "host":
-        return  # while Triton compiles: see tests/aot
+    host_only(world.backend)  # while Triton compiles: see tests/aot
     for verb in ("rank", "wait", "put", "no_fault"):
         handle_kernel[(1,)](x, world.rank, VERB=verb)
         refused(world, r"expected the handle of a world or team, got int32.*`world.handle`")
@@ -344,7 +343,7 @@ def case_something_else_than_a_handle(world):
 
 @worlds(1, 2)
 def case_a_grid_barrier_of_fewer_programs(world):
-    host_only(world)
+    host_only(world.backend)
     x, channel = world.zeros(64, "int32"), world.channel(4)
     channel_kernel[(2,)](x, channel, world.handle, VERB="grid_barrier")
     refused(world, r"grid has 2 programs and the channel is for 4 blocks; launch 4, or make it")
