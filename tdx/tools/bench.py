@@ -290,7 +290,8 @@ def _heading(columns: Sequence[str], markdown: bool) -> str:
 def _notes(missing: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:
     """What is said below the table: why columns are empty, and what its stars stand for."""
     notes = []
-    if missing and any("nccl" in name for name in columns):
+    theirs = {name for name in columns if "nccl" in name}
+    if missing and theirs and not any(theirs & row.keys() for row in rows):
         note = f"nothing to compare with ({missing}): those columns are empty"
         own = "; floor and ratio are with tdx's own matmul" if "library" in columns else ""
         notes.append(note + own)

@@ -1,7 +1,8 @@
 """What others offer, measured in the same process and run: NCCL and symmetric memory of PyTorch.
 
-PyTorch is only used when it is installed; without it, or off the GPU, every peer is left out. A
-peer that fails is left out of the times, and named with its reason under "failed".
+PyTorch is only used when it is installed; without it CuPy's NCCL is, and without both, or off the
+GPU, every peer is left out. A peer that fails is left out of the times, and named with its reason
+under "failed".
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from tdx.tools.timing import replay_time
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["Peers", "open_peers"]
+__all__ = ["Makers", "Peers", "TimedPeers", "open_peers"]
 
 _CALLS = 20
 Makers = dict[str, Callable[[], Callable[[], Any]]]  # by name what gives a call
 
 
 class Peers:
-    """No peers: what is measured without PyTorch or without a GPU.
+    """No peers: what is measured with neither PyTorch nor CuPy, or without a GPU.
 
     Attributes
     ----------
@@ -70,12 +71,39 @@ class Peers:
         """End the peers' own communicators."""
 
 
-class TorchPeers(Peers):
+class TimedPeers(Peers):
+    """Peers that are there, in `world`."""
+
+    def __init__(self, world: World, missing: str = ""):
+        super().__init__(missing)
+        self._world = world
+
+    def recorded(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
+        """What replays `calls` calls on the world's stream."""
+        raise NotImplementedError
+
+    def _times(self, makers: Makers) -> dict[str, Any]:
+        """Microseconds of what each maker gives, as device_time."""
+        times: dict[str, Any] = {}
+        for name, make in makers.items():
+            replay, reason = attempt(self._world, name, partial(self._made, make))
+            if reason:
+                times.setdefault("failed", {})[name] = reason
+            else:
+                replay()
+                times[name] = replay_time(self._world, replay, _CALLS)
+        return times
+
+    def _made(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
+        return self.recorded(make(), _CALLS)
+
+
+class TorchPeers(TimedPeers):
     """NCCL through torch.distributed, and torch's symmetric memory."""
 
     def __init__(self, world: World, port: int):
         """Collective; rank 0 listens on `port`."""
-        super().__init__("")
+        super().__init__(world)
         # multicast can take shared GPUs out of service: comparisons are without it
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -83,7 +111,7 @@ class TorchPeers(Peers):
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symm
 
-        self._world, self.torch, self.dist = world, torch, dist
+        self.torch, self.dist = torch, dist
         self.symm: Any = symm
         torch.cuda.set_device(world.device.index)
         store = dist.TCPStore("127.0.0.1", port, world.size, world.rank == 0)
@@ -148,21 +176,6 @@ class TorchPeers(Peers):
         shared.copy_(x)
         return shared
 
-    def _times(self, makers: Makers) -> dict[str, Any]:
-        """Microseconds of what each maker gives, as device_time, with PyTorch's own graphs."""
-        times: dict[str, Any] = {}
-        for name, make in makers.items():
-            replay, reason = attempt(self._world, name, partial(self._made, make))
-            if reason:
-                times.setdefault("failed", {})[name] = reason
-            else:
-                replay()
-                times[name] = replay_time(self._world, replay, _CALLS)
-        return times
-
-    def _made(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
-        return self.recorded(make(), _CALLS)
-
     def recorded(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
         """What replays `calls` calls on the world's stream, recorded by PyTorch."""
         torch = self.torch
@@ -194,21 +207,41 @@ def _free_port() -> int:
 
 def open_peers(world: World) -> Peers:
     """The peers that can be measured here. Collective."""
-    missing = shared_reason(world, "peers", _missing(world))
+    if world.backend != "cuda":
+        return Peers(f"the {world.backend} backend has none")
+    if world.size == 1:
+        return Peers("one rank has none")
+    missing = shared_reason(world, "PyTorch", _no_torch())
     if missing:
-        return Peers(missing)
+        return _cupy_peers(world, missing)
     port = str(_free_port() if world.rank == 0 else 0)
     port = world.channels.allgather(port.encode(), "peers' port")[0].decode()
     peers, reason = attempt(world, "peers", lambda: TorchPeers(world, int(port)))
     return Peers(f"PyTorch does not start: {reason}") if reason else peers
 
 
-def _missing(world: World) -> str:
+def _cupy_peers(world: World, missing: str) -> Peers:
+    """NCCL through CuPy, where that has it; `missing`: why there is no PyTorch."""
+    if not importlib.util.find_spec("cupy"):
+        reason = "CuPy is not installed"
+    else:
+        from tdx.tools.cupy_peers import CupyPeers, unique_id
+
+        number, reason = attempt(
+            world, "NCCL's id", lambda: unique_id() if world.rank == 0 else b""
+        )
+        if not reason:
+            number = world.channels.allgather(number, "peers' id")[0]
+            missing = f"{missing}, and CuPy has NCCL's collectives only"
+            peers, reason = attempt(world, "peers", lambda: CupyPeers(world, number, missing))
+            if not reason:
+                return peers
+        reason = f"CuPy's NCCL does not start: {reason}"
+    return Peers(f"{missing}; {reason}")
+
+
+def _no_torch() -> str:
     """Why there is no PyTorch to compare with on this rank, or ""."""
-    if world.backend != "cuda":
-        return f"the {world.backend} backend has none"
-    if world.size == 1:
-        return "one rank has none"
     if not importlib.util.find_spec("torch"):
         return "PyTorch is not installed"
     try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import importlib
 import importlib.util
 import socket
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ import pytest
 import tdx
 from tdx.tools.bench import Bench, _notes
 from tdx.tools.comparison import Comparison, Way
+from tdx.tools.cupy_peers import CupyPeers, unique_id
 from tdx.tools.peers import TorchPeers
 from tdx.tools.product_peers import TorchProducts
 from tdx.tools.reference import Summands
@@ -158,3 +161,60 @@ def case_collectives_that_fail(world):
     assert times["failed"] == {"other": f"{where}RuntimeError: no such operation"}
     notes = _notes("", ("bytes", "nccl", "other"), [{"bytes": 8, **times}, {"bytes": 9, **times}])
     assert notes == [f"* other at 8 and 1 more: {where}RuntimeError: no such operation"]
+
+
+@worlds(2)
+def case_nccl_through_cupy(world):
+    """What CuPy's communicator is asked for; a stand-in that moves nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", cupy := cupy_of(world))
+        patch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+        number = world.channels.allgather(unique_id() if world.rank == 0 else b"", "id")[0]
+        peers = CupyPeers(world, number, "no PyTorch")
+        floats, numbers = np.ones(8, np.float32), np.arange(8, dtype=np.uint8)
+        assert peers.names == "CuPy 14, NCCL 2.28.9"
+        assert peers.all_reduce(floats.astype("bfloat16"))["nccl"] >= 0
+        assert peers.reduce_scatter(floats)["nccl"] >= 0
+        for kind in ("all_gather", "all_to_all", "broadcast"):
+            assert getattr(peers, kind)(numbers)["nccl"] >= 0
+        failed = peers.all_reduce(floats.astype("int16"))["failed"]["nccl"]
+        assert "NCCL_INT16" in failed
+        peers.close()
+    calls = cupy.cuda.nccl.calls
+    assert calls["allReduce"] == {(8, 9, 0)}
+    assert calls["reduceScatter"] == {(4, 7, 0)}
+    assert calls["allGather"] == {(8, 1)}
+    assert calls["send"] == calls["recv"] == {(4, 1, 0), (4, 1, 1)}
+    assert calls["broadcast"] == {(8, 1, 0)}
+    assert calls["destroy"] == {()}
+    columns, rows = ("bytes", "nccl"), [{"bytes": 8, "nccl": 1.0}]
+    assert _notes("no PyTorch", columns, rows) == []
+    assert _notes("no PyTorch", ("M", "nccl+library"), [{"M": 8}])
+
+
+def cupy_of(world):
+    """As much of CuPy as there is to call; what was called, without addresses and streams."""
+    calls = collections.defaultdict(set)
+    stream, addresses = world.stream.handle, {"allReduce": 2, "reduceScatter": 2, "allGather": 2}
+
+    def verb(name):
+        def call(*words):
+            assert name == "destroy" or words[-1] == stream
+            calls[name].add(tuple(words[addresses.get(name, 2 if name == "broadcast" else 1) : -1]))
+
+        return call
+
+    names = ("allReduce", "reduceScatter", "allGather", "send", "recv", "broadcast", "destroy")
+
+    def communicator(size, number, rank):
+        assert (size, number, rank) == (world.size, (1, -2), world.rank)
+        return SimpleNamespace(**{name: verb(name) for name in names})
+
+    nccl = SimpleNamespace(
+        NCCL_SUM=0, NCCL_UINT8=1, NCCL_FLOAT32=7, NcclCommunicator=communicator, calls=calls,
+        get_unique_id=lambda: (1, -2), get_version=lambda: 22809,
+        groupStart=lambda: None, groupEnd=lambda: None,
+    )  # fmt: skip
+    device = SimpleNamespace(use=lambda: None)
+    cuda = SimpleNamespace(nccl=nccl, Device=lambda index: device)
+    return SimpleNamespace(cuda=cuda, __version__="14")
