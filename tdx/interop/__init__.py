@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..runtime.dlpack import Imported
-from . import cupy_arrays, generic, jax_arrays, numpy_arrays, torch_tensors
+from . import cuda_interface, cupy_arrays, generic, jax_arrays, numpy_arrays, torch_tensors
 
 __all__ = ["Framework", "owner_of"]
 
@@ -66,15 +66,17 @@ _ROOTS = {"jaxlib": "jax"}  # top-level package of a class -> framework, where t
 
 
 def owner_of(x: Any) -> Framework | None:
-    """The framework `x` is an array of: NumPy, PyTorch, JAX, CuPy, else the generic one.
+    """The framework `x` is an array of: NumPy, PyTorch, JAX, CuPy, else one of the generic ones.
 
-    None if `x` is no array that tdx could take (no DLPack producer).
+    None if `x` is no array that tdx could take (no DLPack producer, no `__cuda_array_interface__`).
     """
     kind: Any = type(x)
     framework = _FRAMEWORKS.get(_framework_name(kind))
     if framework is not None and framework.matches(x):
         return framework
-    return generic if generic.matches(x) else None
+    if generic.matches(x):
+        return generic
+    return cuda_interface if cuda_interface.matches(x) else None
 
 
 @lru_cache(maxsize=256)

@@ -144,3 +144,49 @@ def _fill_up(rank: Rank, world: Any, loaded: Any, settings: dict[str, tuple[str,
                 assert (word in str(caught.value)) == (name in loaded), caught.value
         assert ("nvidia-smi" in str(caught.value)) == (not loaded)
     rank.meet()
+
+
+class ShownArray:
+    """What has `__cuda_array_interface__` alone, over memory of tdx."""
+
+    def __init__(self, memory: Any, **named: Any):
+        shown = {"shape": memory.shape, "typestr": memory.dtype.str, "version": 3}
+        self.__cuda_array_interface__ = shown | {"data": (memory.data_ptr(), False)} | named
+
+
+@scenario(1)
+def arrays_that_are_no_producers(rank: Rank) -> None:
+    """Work on them goes to the stream that they name, else to the default one."""
+    import tdx
+
+    with rank.leaves_modules():
+        world = rank.init()
+        side = world.new_stream()
+        memory, other, y = (world.zeros(64, "int32", symmetric=False) for _ in range(3))
+        plan = tdx.AllReduce(world, 64, "int32")
+        for named, stream in (({"stream": side.handle}, side.handle), ({}, 1), ({"stream": 1}, 1)):
+            plan(ShownArray(memory, **named), y)
+            assert y._block.stream == stream
+        x, out = ShownArray(memory, strides=(4,)), ShownArray(other, strides=None)
+        assert tdx.all_reduce(x, out=out) is out
+        with rank.raises("ShownArray for the result: pass out=", kind="Unsupported"):
+            tdx.all_reduce(x)
+        fixed = ShownArray(other, data=(other.data_ptr(), True))
+        for kind, words, given in (
+            ("InvalidArgument", "has a mask", (ShownArray(memory, mask=memory), out)),
+            ("DtypeError", "V2", (ShownArray(memory, typestr="|V2"), out)),
+            ("InvalidArgument", "read-only", (x, fixed)),
+        ):
+            with rank.raises(words, kind=kind):
+                tdx.all_reduce(given[0], out=given[1])
+        with pytest.MonkeyPatch.context() as patch:
+            made = types.SimpleNamespace(as_cuda_array=lambda producer: ("made", producer))
+            patch.setitem(sys.modules, "numba", types.SimpleNamespace(cuda=made))
+            patch.setattr(ShownArray, "__module__", "numba.cuda")
+            word, producer = tdx.all_reduce(x)
+            assert word == "made"
+            assert producer.__cuda_array_interface__["shape"] == (64,)
+            with rank.raises("cannot express the bfloat16 result", kind="DtypeError"):
+                tdx.all_reduce(ShownArray(memory, typestr="<f4"), out_dtype="bfloat16")
+        del x, out, y, memory, other, plan, producer, given, fixed
+        world.close()

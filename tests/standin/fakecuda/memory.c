@@ -398,7 +398,11 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdevic
         *(CUdeviceptr *)out = address;
     else if (attribute == CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
         *(unsigned *)out = CU_MEMORYTYPE_DEVICE;
-    else
+    else if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) {
+        Context *context;
+        current_context(&context);
+        *(int *)out = context->device;
+    } else
         DONE(CUDA_ERROR_INVALID_VALUE);
     DONE(CUDA_SUCCESS);
 }

@@ -1,0 +1,105 @@
+"""Arrays that show `__cuda_array_interface__` but are no DLPack producers, as Numba's.
+
+The interface (version 3) names one stream: work of others has to come after what is queued there.
+An array that names none is taken to be used on the legacy default stream.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..runtime import dlpack, dtypes
+from ..runtime.errors import DtypeError, InvalidArgument, Unsupported
+
+name = "__cuda_array_interface__"
+
+_LEGACY = 1  # its number in the interface, and the driver's
+
+
+def matches(x: Any) -> bool:
+    """Whether `x` is such an array (classes themselves are not)."""
+    return not isinstance(x, type) and hasattr(x, name) and not hasattr(x, "__dlpack__")
+
+
+def stream_of(x: Any) -> int | None:
+    """The stream that the array names, else the legacy default stream."""
+    return _shown(x).get("stream") or _LEGACY
+
+
+def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
+    """Memory of the array. Raises InvalidArgument for one with a mask, DtypeError for its type."""
+    shown = _shown(x)
+    if shown.get("mask") is not None:
+        raise InvalidArgument(f"the {_kind(x)} has a mask, which tdx does not heed: pass its data")
+    dtype = dtypes.resolve(np.dtype(shown["typestr"]))
+    shape = tuple(shown["shape"])
+    address, readonly = shown["data"]
+    return dlpack.Imported(
+        address=int(address),
+        shape=shape,
+        strides=tuple(shown.get("strides") or dlpack.row_major(shape, dtype.itemsize)),
+        dtype=dtype,
+        device=(dlpack.CUDA, _device(x, int(address))),
+        readonly=bool(readonly),
+        owner=x,
+    )
+
+
+def empty(shape: Sequence[int], dtype: np.dtype[Any], like: Any) -> None:
+    """None: results are adopted. Raises DtypeError or Unsupported if that is not possible."""
+    _importer(like)
+    if dtype.isbuiltin != 1:
+        raise DtypeError(
+            f"{name} cannot express the {dtype} result: pass out= with a tdx array, or another "
+            "out_dtype"
+        )
+
+
+def adopt(producer: Any, like: Any) -> Any:
+    """An array of the library of `like` over the producer's memory.
+
+    Raises Unsupported if tdx does not know how to make one.
+    """
+    return _importer(like)(producer)
+
+
+def _importer(like: Any) -> Any:
+    numba = sys.modules.get("numba")
+    if numba is not None and type(like).__module__.partition(".")[0] == "numba":
+        from numba import cuda
+
+        return cuda.as_cuda_array
+    raise Unsupported(
+        f"tdx does not know how to make a {_kind(like)} for the result: pass out= with a tdx array "
+        "or another writable array"
+    )
+
+
+def _shown(x: Any) -> dict[str, Any]:
+    shown: dict[str, Any] = x.__cuda_array_interface__
+    return shown
+
+
+def _device(x: Any, address: int) -> int:
+    """The GPU that the memory is on; of an empty array, which may have none, the current one."""
+    from cuda.bindings import driver as cu
+
+    if not address:
+        code, device = cu.cuCtxGetDevice()
+    else:
+        ordinal = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        code, device = cu.cuPointerGetAttribute(ordinal, address)
+    if int(code):
+        raise InvalidArgument(
+            f"the {_kind(x)} at {address:#x} is in no GPU memory of this process "
+            f"({cu.CUresult(code).name})"
+        )
+    return int(device)
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
