@@ -31,7 +31,13 @@ def stream_of(x: Any) -> int | None:
 
 
 def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
-    """Memory of the array. Raises InvalidArgument for one with a mask, DtypeError for its type."""
+    """Memory of the array.
+
+    Raises InvalidArgument for one with a mask, DtypeError for its type, DriverError for memory that
+    no GPU of this process has.
+    """
+    from ..runtime.driver.cuda_device import device_of
+
     shown = _shown(x)
     if shown.get("mask") is not None:
         raise InvalidArgument(f"the {_kind(x)} has a mask, which tdx does not heed: pass its data")
@@ -43,7 +49,7 @@ def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
         shape=shape,
         strides=tuple(shown.get("strides") or dlpack.row_major(shape, dtype.itemsize)),
         dtype=dtype,
-        device=(dlpack.CUDA, _device(x, int(address))),
+        device=(dlpack.CUDA, device_of(int(address))),
         readonly=bool(readonly),
         owner=x,
     )
@@ -82,23 +88,6 @@ def _importer(like: Any) -> Any:
 def _shown(x: Any) -> dict[str, Any]:
     shown: dict[str, Any] = x.__cuda_array_interface__
     return shown
-
-
-def _device(x: Any, address: int) -> int:
-    """The GPU that the memory is on; of an empty array, which may have none, the current one."""
-    from cuda.bindings import driver as cu
-
-    if not address:
-        code, device = cu.cuCtxGetDevice()
-    else:
-        ordinal = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        code, device = cu.cuPointerGetAttribute(ordinal, address)
-    if int(code):
-        raise InvalidArgument(
-            f"the {_kind(x)} at {address:#x} is in no GPU memory of this process "
-            f"({cu.CUresult(code).name})"
-        )
-    return int(device)
 
 
 def _kind(x: Any) -> str:

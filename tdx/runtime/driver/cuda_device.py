@@ -93,6 +93,14 @@ def _failure(what: str, code: Any) -> TdxError:
     return DriverError(f"{what}: {name}" + (f"; {hint}" if hint else ""))
 
 
+def device_of(address: int) -> int:
+    """The GPU whose memory an address is in; the current one of 0, where an empty array is."""
+    if not address:
+        return int(call("asking for the current GPU", cu.cuCtxGetDevice))
+    ordinal = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(call(f"asking where {address:#x} is", cu.cuPointerGetAttribute, ordinal, address))
+
+
 def _current() -> int:
     """The context that is current in this thread, 0 for none and for one that was destroyed."""
     code, current = cu.cuCtxGetCurrent()
