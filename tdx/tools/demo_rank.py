@@ -247,6 +247,8 @@ def _conclude(reports: list[Report], settings: Settings, rows: int) -> bool:
         print(report.line(rank, right[rank]))
     checked = f"{rows} of {settings.tokens // len(reports)} rows of each rank"
     print(_LEGEND)
+    if reports[0].device.startswith("CPU"):
+        print("Ranks take turns on the cores of a CPU: which counts are 0 there is chance.\n")
     print(
         f"Error: relative to the largest value, {tolerance:g} is allowed; {checked} were checked."
     )
