@@ -190,3 +190,32 @@ def arrays_that_are_no_producers(rank: Rank) -> None:
                 tdx.all_reduce(ShownArray(memory, typestr="<f4"), out_dtype="bfloat16")
         del x, out, y, memory, other, plan, producer, given, fixed
         world.close()
+
+
+@scenario(1)
+def arrays_of_another_gpu(rank: Rank) -> None:
+    """Refused with both numbers, as operand and as result, by plans and by functions."""
+    stand_in_for_cupy(types.SimpleNamespace(ptr=0))
+    with rank.leaves_modules():
+        world = rank.init()
+        _pass_from_another_gpu(rank, world)
+        world.close()
+    del sys.modules["cupy"]
+
+
+def _pass_from_another_gpu(rank: Rank, world: Any) -> None:
+    import tdx
+
+    x, there = (CupyArray(world, world.zeros(64, "int32", symmetric=False)) for _ in range(2))
+    there.data.device_id = there.device.id = world.device.index + 1
+    plan = tdx.AllReduce(world, 64, "int32")
+    for call in (
+        lambda: plan(there),
+        lambda: plan(x, there),
+        lambda: tdx.all_reduce(there),
+        lambda: tdx.all_reduce(x, out=there),
+        lambda: tdx.put(world.zeros(64, "int32"), there, 0),
+    ):
+        with rank.raises("is on GPU 1", "this rank's world on GPU 0", kind="Unsupported"):
+            call()
+    assert plan(x) is not None  # nothing is out of step
