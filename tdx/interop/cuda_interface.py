@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..runtime import dlpack, dtypes
-from ..runtime.errors import DtypeError, InvalidArgument, Unsupported
+from ..runtime.errors import DtypeError, InvalidArgument
+from . import generic
 
 name = "__cuda_array_interface__"
 
@@ -40,7 +41,9 @@ def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
 
     shown = _shown(x)
     if shown.get("mask") is not None:
-        raise InvalidArgument(f"the {_kind(x)} has a mask, which tdx does not heed: pass its data")
+        raise InvalidArgument(
+            f"the {type(x).__name__} has a mask, which tdx does not heed: pass its data"
+        )
     dtype = dtypes.resolve(np.dtype(shown["typestr"]))
     shape = tuple(shown["shape"])
     address, readonly = shown["data"]
@@ -79,16 +82,9 @@ def _importer(like: Any) -> Any:
         from numba import cuda
 
         return cuda.as_cuda_array
-    raise Unsupported(
-        f"tdx does not know how to make a {_kind(like)} for the result: pass out= with a tdx array "
-        "or another writable array"
-    )
+    return generic.importer(like)
 
 
 def _shown(x: Any) -> dict[str, Any]:
     shown: dict[str, Any] = x.__cuda_array_interface__
     return shown
-
-
-def _kind(x: Any) -> str:
-    return f"{type(x).__module__}.{type(x).__qualname__}"

@@ -31,7 +31,7 @@ def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
 
 def empty(shape: Sequence[int], dtype: np.dtype[Any], like: Any) -> None:
     """None: results are adopted. Raises Unsupported if that is not possible either."""
-    _importer(like)
+    importer(like)
 
 
 def adopt(producer: Any, like: Any) -> Any:
@@ -39,18 +39,19 @@ def adopt(producer: Any, like: Any) -> Any:
 
     Raises Unsupported if the framework has no `from_dlpack`.
     """
-    return _importer(like)(producer)
+    return importer(like)(producer)
 
 
-def _importer(like: Any) -> Any:
+def importer(like: Any) -> Any:
+    """`from_dlpack` of the library of `like`. Raises Unsupported if it has none."""
     if hasattr(like, "__array_namespace__"):
         space = like.__array_namespace__()
     else:
         space = sys.modules.get(type(like).__module__.partition(".")[0])
-    importer = getattr(space, "from_dlpack", None)
-    if importer is None:
+    found = getattr(space, "from_dlpack", None)
+    if found is None:
         raise Unsupported(
             f"tdx does not know how to make a {type(like).__module__}.{type(like).__qualname__} "
             "for the result: pass out= with a tdx array or another writable array"
         )
-    return importer
+    return found

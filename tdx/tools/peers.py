@@ -222,9 +222,9 @@ def open_peers(world: World) -> Peers:
 
 def _cupy_peers(world: World, missing: str) -> Peers:
     """NCCL through CuPy, where that has it; `missing`: why there is no PyTorch."""
-    if not importlib.util.find_spec("cupy"):
-        reason = "CuPy is not installed"
-    else:
+    found = importlib.util.find_spec("cupy")
+    reason = shared_reason(world, "CuPy", "" if found else "CuPy is not installed")
+    if not reason:
         from tdx.tools.cupy_peers import CupyPeers, unique_id
 
         number, reason = attempt(
