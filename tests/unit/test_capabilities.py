@@ -178,8 +178,9 @@ def test_devices_in_a_process_of_their_own(monkeypatch):
 
 def test_frameworks_are_not_imported():
     code = (
-        "import sys; from tdx.tools import facts, doctor; facts.frameworks(); "
-        "print({'torch', 'jax', 'cupy', 'cuda', 'mpi4py', 'triton'} & set(sys.modules))"
+        "import sys; before = set(sys.modules); "
+        "from tdx.tools import facts, doctor; facts.frameworks(); "
+        "print({'torch', 'jax', 'cupy', 'cuda', 'mpi4py', 'triton'} & (set(sys.modules) - before))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
