@@ -216,7 +216,7 @@ class AllReduce(Plan):
             self._columns = self.shape[-1] if self.shape else 1
             adds = bias or residual
             check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch, adds)
-            Config.check(config, self.operation)
+            Config.check(config, self.operation, algorithm)
             travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
             self.config = config or choose(
                 world.backend, self._numel, self.dtype, travels, self.group.size, algorithm

@@ -111,7 +111,7 @@ class AllReduceRmsNorm(Plan):
             self._columns = self.shape[-1]
             self._rows = elements(self.shape[:-1])
             check_algorithm(self.operation, algorithm, Config.algorithms)
-            Config.check(config, self.operation)
+            Config.check(config, self.operation, algorithm)
             size = self.group.size
             self.config = config or choose(
                 world.backend, self._rows, self._columns, self.dtype, size, algorithm

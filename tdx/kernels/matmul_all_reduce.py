@@ -178,7 +178,8 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
     Parameters
     ----------
     a : tdx array, or array of NumPy or a DLPack producer
-        (..., K_local) of this rank; (...) is the same on every rank.
+        (..., K_local) of this rank; (...) is the same on every rank. K_local may differ, but unless
+        `config` is given it is a multiple of 16 on all ranks, or on none.
     b : array
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}

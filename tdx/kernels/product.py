@@ -109,7 +109,7 @@ class Product:
         out = dtypes.resolve(usual if out_dtype is None else out_dtype)
         if dtype.name not in _INPUTS or out.name not in _OUTPUTS:
             raise DtypeError(
-                f"matmul takes {', '.join(_INPUTS)} and gives {', '.join(_OUTPUTS)}; got {dtype} "
+                f"products take {', '.join(_INPUTS)} and give {', '.join(_OUTPUTS)}; got {dtype} "
                 f"and out_dtype {out}"
             )
         if scaled and arch.startswith("sm_") and int(arch[3:]) < 89:

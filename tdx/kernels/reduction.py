@@ -63,10 +63,17 @@ class ReductionConfig:
     algorithms: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def check(cls, config: object, operation: str) -> None:
-        """Raise InvalidArgument unless `config` is None or of this operation's kind."""
-        if config is not None and not isinstance(config, cls):
+    def check(cls, config: object, operation: str, algorithm: object) -> None:
+        """Raise InvalidArgument unless `config` is None or one of this operation's `algorithm`."""
+        if config is None:
+            return
+        if not isinstance(config, cls):
             raise InvalidArgument(f"config must be a Config of {operation}, got {config!r}")
+        if algorithm not in (None, config.algorithm):
+            raise InvalidArgument(
+                f"{operation}: algorithm={algorithm!r} beside a config of "
+                f"{config.algorithm!r}; pass one of them"
+            )
 
     def __post_init__(self) -> None:
         if self.algorithm not in self.algorithms:

@@ -58,7 +58,7 @@ def put_signal(dst, src, numel, signal, value, peer, world, op: tl.constexpr = _
     """`put`, then `notify` of `signal` at the same peer: who waits for it sees the data.
 
     `signal` is its address in this rank's heap; `value`, `op` and `when` are those of `notify`.
-    With `when` False the data is copied and nothing is sent.
+    With `when` False the data is copied all the same, and the signal is not set.
     """
     program_barrier()
     _copy(symm_at(dst, peer, world), src, numel)

@@ -145,8 +145,9 @@ def open_comm(comm: Any = None) -> Comm:
     Raises
     ------
     InvalidArgument
-        No communicator, an intercommunicator, a null or freed one; or the launcher belongs to
-        another MPI than the library mpi4py uses.
+        No communicator, an intercommunicator, a null or freed one; the launcher belongs to
+        another MPI than the library mpi4py uses; or no communicator was passed where torchrun
+        started several processes.
     TdxError
         An MPI launcher started the process and mpi4py cannot be imported.
     """
@@ -217,12 +218,11 @@ def mpi_name() -> str:
 def _default_comm() -> Comm:
     announced = announced_size()
     if announced is None:
-        if "mpi4py.MPI" not in sys.modules:
-            return _SelfComm()
-        module = _mpi_module()
-        if not module.Is_initialized() or module.Is_finalized():
-            return _SelfComm()
-        return _split_mpi(module.COMM_WORLD)
+        module: Any = sys.modules.get("mpi4py.MPI")
+        runs = module is not None and module.Is_initialized() and not module.Is_finalized()
+        if not runs or module.COMM_WORLD.Get_size() == 1:
+            _refuse_torchrun()
+        return _split_mpi(module.COMM_WORLD) if runs else _SelfComm()
     size, launcher = announced
     if size == 1 and "mpi4py.MPI" not in sys.modules:
         return _SelfComm()
@@ -231,6 +231,22 @@ def _default_comm() -> Comm:
     if size > 1 and module.COMM_WORLD.Get_size() == 1:
         raise _other_mpi(module, size, launcher)
     return _split_mpi(module.COMM_WORLD)
+
+
+def _refuse_torchrun() -> None:
+    """Raise where each of several processes would make a world of one.
+
+    torchrun, and launchers like it, number the processes in variables that are not MPI's.
+    """
+    size = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and size.isdecimal() and int(size) > 1:
+        raise InvalidArgument(
+            f"WORLD_SIZE={size} and RANK={os.environ['RANK']} in the environment: torchrun, or "
+            "what took its place, started this process, and no MPI launcher did; each process "
+            f"would be a world of one. Start with `tdx run -n {size} ...` or mpirun, or pass "
+            "comm=, as examples/frameworks/engine_torch_store.py does; for a world of one remove "
+            "the two variables"
+        )
 
 
 def _import_mpi(size: int, launcher: str) -> Any:
@@ -250,7 +266,7 @@ def _import_mpi(size: int, launcher: str) -> Any:
     except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: no MPI library found
         raise TdxError(
             f"{launcher} started this process, but mpi4py cannot be imported ({error}). "
-            'Install it with an MPI: pip install "tdx-kernels[mpi]"'
+            "Install it with an MPI: pip install mpi4py mpich"
         ) from error
     if initialize and not MPI.Is_initialized():
         if launcher == _OPEN_MPI and size > 1 and _is_mpich(MPI):

@@ -37,7 +37,7 @@ _SETTINGS: dict[str, _Setting] = {
     ),
     "share_gpu": _Setting(bool, False, "let several ranks use one GPU", _BOOL),
     "quiet": _Setting(bool, False, "do not say which backend was chosen", _BOOL),
-    "launch_blocking": _Setting(bool, False, "wait for each kernel where it is launched", _BOOL),
+    "launch_blocking": _Setting(bool, False, "on the host tier wait for each kernel", _BOOL),
 }  # fmt: skip
 
 

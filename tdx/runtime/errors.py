@@ -31,7 +31,11 @@ class DtypeError(TdxError, TypeError):
 
 
 class HeapExhausted(TdxError, MemoryError):
-    """The symmetric heap cannot hold the request, nor grow: raised on every rank."""
+    """Memory is exhausted.
+
+    If the symmetric heap can neither hold a request nor grow: on every rank. For local arrays,
+    fresh results and copies: on this rank only.
+    """
 
 
 class Unsupported(TdxError, NotImplementedError):
@@ -75,7 +79,7 @@ class PeerLost(TdxError, ConnectionError):
 
 
 class PeerTimeout(TdxError, TimeoutError):
-    """A wait for a peer passed its deadline.
+    """A wait for a peer passed its deadline. Final: further calls raise it too; see World.recover.
 
     Attributes
     ----------

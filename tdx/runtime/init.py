@@ -56,23 +56,26 @@ def init(
     ----------
     comm : mpi4py communicator, or object with Get_rank, Get_size, allgather(bytes)
         Used during init only. None: MPI.COMM_WORLD under an MPI launcher, or if mpi4py.MPI was
-        imported, else a world of one.
+        imported, else a world of one; refused where torchrun has started several processes.
     backend : {"cuda", "hip", "host"}, optional
         None: the GPUs, if there are any that tdx has a driver for, else the host tier.
     heap_bytes : int, optional
-        Hard cap of the symmetric user heap, in bytes. None: it grows up to the device's memory.
+        Hard cap of the symmetric arrays of this rank, in bytes; workspaces of plans lie elsewhere.
+        None: the heap grows up to the device's memory.
         On the host tier each array takes 256 bytes more than it has.
     timeout_s : float
         Deadline of every wait, in seconds; 0: none. Not of those for ranks that have not called
         `init` yet, which it waits for without end: then it says so on stderr, once, after
         `timeout_s` (0: 30) seconds.
     on_peer_failure : {"raise", "abort"}
-        What survivors of a lost peer do.
+        What survivors of a lost peer do: their next call raises PeerLost, or the process ends at
+        once with exit code 1, without its exit functions.
 
     Raises
     ------
     InvalidArgument
-        A bad value; ranks that disagree; a world that is open already; a launcher of another MPI.
+        A bad value; ranks that disagree; a world that is open already; a launcher of another MPI,
+        or of none.
     Unsupported
         Several hosts, or a backend that is not there yet.
     DriverError, HeapExhausted

@@ -35,6 +35,7 @@ __all__ = ["Bench", "add_arguments", "main"]
 _FLOOR_ARCH = "sm_90"
 _FLOOR_US = 2.2
 _LINK_BYTES_PER_US = 391e3
+_HOST_RANKS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     names = sorted(module.name for module in pkgutil.iter_modules(tdx.bench.__path__))
     parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
-    parser.add_argument("-n", "--ranks", type=int, default=4, help="number of ranks (default 4)")
+    parser.add_argument("-n", "--ranks", type=int, help="number of ranks (default: 4, or the GPUs)")
     parser.add_argument(
         "--backend", choices=("host", "cuda", "hip"), help="where (default: GPUs if there are any)"
     )
@@ -73,8 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start the ranks and run the benchmark on them."""
-    from tdx.tools import plot, run
+    from tdx.runtime.backends import choose
+    from tdx.tools import facts, plot, run
 
+    if args.ranks is None:
+        on_host = choose(args.backend) == "host"
+        args.ranks = _HOST_RANKS if on_host else max(1, len(facts.devices().get("gpus", ())))
     _check(args)
     options = [args.operation, "--dtype", args.dtype]
     for name in ("sizes", "preset", "json", "backend"):

@@ -148,7 +148,7 @@ def _ranks(found: dict[str, Any]) -> Iterator[Capability]:
         several,
         required=job["ranks"] > 1,
         detail=mpi["launcher"] or mpi["problem"],
-        remedy="" if several else 'pip install "tdx-kernels[mpi]"',
+        remedy="" if several else "pip install mpi4py mpich",
     )
     runs = "bandwidth" in job
     what = f"{job['ranks']} rank{'' if job['ranks'] == 1 else 's'} started"

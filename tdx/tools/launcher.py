@@ -16,7 +16,7 @@ from tdx.runtime.errors import TdxError
 
 __all__ = ["Launcher", "Library", "clean_environment", "find_launcher", "find_library"]
 
-_REMEDY = 'install one that ships its launcher: pip install "tdx-kernels[mpi]"'
+_REMEDY = "install one that ships its launcher: pip install mpich"
 
 # Asks without MPI_Init, which takes a second with some libraries.
 _PROBE = """

@@ -289,7 +289,7 @@ def no_binding(rank: Rank) -> None:
     """On the last rank."""
     if rank.last:
         sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
-    with _raises_everywhere(rank, "cuda-bindings", "tdx-kernels[cuda13]"):
+    with _raises_everywhere(rank, "cannot be imported", "cuda-bindings==13.*"):
         rank.init()
 
 

@@ -213,7 +213,26 @@ def test_launcher_but_no_mpi4py():
     )
     done = run_python(code, PMI_SIZE="2")
     assert "TdxError" in done.stderr
-    assert 'pip install "tdx-kernels[mpi]"' in done.stderr
+    assert "pip install mpi4py mpich" in done.stderr
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_torchrun_alone_is_no_launcher(imported):
+    """Each process would be a world of one, and every collective an identity."""
+    code = "from tdx.runtime.comm import open_comm; open_comm()"
+    start = "from mpi4py import MPI;" * imported
+    done = run_python(start + code, RANK="1", WORLD_SIZE="4")
+    last = done.stderr.strip().splitlines()[-1]
+    assert "InvalidArgument: WORLD_SIZE=4 and RANK=1" in last
+    assert "tdx run -n 4" in last
+    assert "comm=" in last
+    assert run_python(start + code, RANK="0", WORLD_SIZE="1").returncode == 0
+    given = (
+        "from types import SimpleNamespace as S; from tdx.runtime.comm import open_comm; "
+        "open_comm(S(Get_rank=int, Get_size=lambda: 1, allgather=lambda x: [x]))"
+    )
+    assert run_python(start + given, RANK="0", WORLD_SIZE="4").returncode == 0
+    assert run_python(start + code, launch=2, RANK="0", WORLD_SIZE="4").returncode == 0
 
 
 def test_mpi_not_initialized():

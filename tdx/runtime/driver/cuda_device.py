@@ -24,8 +24,8 @@ try:
 except ImportError as error:
     raise DriverError(
         "this machine shows an NVIDIA GPU, but the package cuda-bindings cannot be imported "
-        f'({error}): pip install "tdx-kernels[cuda13]" (driver 580 or later) or '
-        '"tdx-kernels[cuda12]"; or use backend="host"'
+        f'({error}): pip install "cuda-bindings==13.*" (driver 580 or later) or '
+        '"cuda-bindings==12.*"; or use backend="host"'
     ) from error
 
 __all__ = [
@@ -330,7 +330,7 @@ def _start() -> int:
         raise DriverError(
             f"the NVIDIA driver is for CUDA {_release(version)}, older than the installed "
             f"cuda-bindings for CUDA {_release(needed)}: update the driver, or "
-            f'pip install "tdx-kernels[cuda{version // 1000}]"'
+            f'pip install "cuda-bindings=={version // 1000}.*"'
         )
     count = int(call("counting GPUs", cu.cuDeviceGetCount))
     if not count:

@@ -306,7 +306,7 @@ def case_bad_arguments(world):
         (InvalidArgument, "does not fit", lambda: call(x, y.T)),
         (InvalidArgument, "2 or more axes", lambda: call(x[0], y)),
         (DtypeError, "float32", lambda: call(x, world.zeros((8, 5), "float16"))),
-        (DtypeError, "matmul takes .* and gives", lambda: call(x.view("int32"), y.view("int32"))),
+        (DtypeError, "products take .* and give", lambda: call(x.view("int32"), y.view("int32"))),
         (InvalidArgument, "contiguous", lambda: call(world.zeros((8, 4), "float32").T, y)),
         (InvalidArgument, "activation='tanh'", lambda: call(x, y, activation="tanh")),
         (InvalidArgument, "bias", lambda: call(x, y, bias=x[0])),

@@ -142,7 +142,7 @@ def case_bad_arguments(world):
         (DtypeError, "float32", lambda: tdx.matmul(x, world.zeros((8, 5), "float16"))),
         (
             DtypeError,
-            "matmul takes .* and gives",
+            "products take .* and give",
             lambda: tdx.matmul(x.view("int32"), y.view("int32")),
         ),
         (InvalidArgument, "activation='tanh'", lambda: tdx.matmul(x, y, activation="tanh")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -86,6 +88,13 @@ def case_words_of_the_contract(world):
             wrong()
     with pytest.raises(InvalidArgument, match="Config"):
         tdx.AllReduce(world, 8, "float32", config="fast")
+    for kind, rest in (
+        (tdx.AllReduce, ()), (tdx.ReduceScatter, ()), (tdx.Reduce, (0,)),
+        (tdx.AllReduceRmsNorm, ()),
+    ):  # fmt: skip
+        config = sys.modules[kind.__module__].Config("low_latency", 64)
+        with pytest.raises(InvalidArgument, match=r"algorithm='.*' beside a config of 'low_lat"):
+            kind(world, (2, 8), "float32", *rest, config=config, algorithm="two_shot")
     assert (tdx.all_reduce(x).numpy() == world.size).all()
 
 
