@@ -119,7 +119,7 @@ class Stream:
 
     def _check(self) -> None:
         if not self._open:
-            raise Closed("the stream is closed, by itself or with its world")
+            raise Closed("the stream was closed, by itself or with its world")
 
 
 class Streams:
