@@ -23,9 +23,10 @@ PACK_FIELD_MASK = 0xFF
 MIN_STRIDE_BYTES = 1 << 33
 
 # control block: 64-bit words in memory of the own device, one block per world
-CONTROL_FAULT = 0  # 0: none; else the kind of the first fault; set by compare-and-swap
+CONTROL_FAULT = 0  # 0: none; else the kind of a fault, whose record is complete
 CONTROL_RECORD = 1  # address of the host-visible fault record
 CONTROL_TIMEOUT_NS = 2  # deadline of every wait in nanoseconds; 0: none
+CONTROL_CLAIM = 3  # 1 once a wait has given up, and writes the record; by compare-and-swap
 CONTROL_TABLE = 16  # + team index * MAX_RANKS + team rank -> world rank
 CONTROL_WORDS = CONTROL_TABLE + (MAX_TEAMS + 1) * MAX_RANKS
 

@@ -254,7 +254,9 @@ class AllGather(Plan):
         if self.gathering is None:
             raise InvalidArgument("all_gather: join is for plans with progress=True")
         self.world.check()
-        self.gathering.join(self.begin_stream(stream))
+        handle = self.begin_stream(stream)
+        self.follow_recorded(handle)
+        self.gathering.join(handle)
 
 
 def all_gather(

@@ -303,7 +303,9 @@ class AllGatherMatmul(Plan):
         if isinstance(gathering, GatheringProduct) and self._stream != NOWHERE:
             if self.world.recording is not None:
                 self.world.recording.keep(self)
-            gathering.take(self._taking_stream() if stream is None else stream_handle(stream))
+            handle = self._taking_stream() if stream is None else stream_handle(stream)
+            self.follow_recorded(handle, operand(self.world, gathering.buffer, "gathered"))
+            gathering.take(handle)
         return gathering.buffer.reshape(shape)
 
     def _taking_stream(self) -> int:

@@ -282,6 +282,7 @@ class GatheringProduct:
         if self._nbytes:
             whole, slots = (operand(self._world, x, "gathered") for x in (self.buffer, self._slots))
             whole.enter(stream)
+            self._epoch._block.note(stream)  # which it reads, too, and may outlive the plan's
             self._take(stream, whole, slots)
 
     def join(self, stream: int) -> None:

@@ -44,6 +44,7 @@ from tdx.kernels.select import block_elements, cheapest, constants, follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import known
 from tdx.kernels.tiles import splits
+from tdx.language.signal import program_barrier
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 
@@ -74,6 +75,7 @@ def take_kernel(
                     c + at, results + at, count * columns, tl.program_id(0), tl.num_programs(0),
                     BLOCK,
                 )  # fmt: skip
+    program_barrier()  # whoever finds the signals as they were has read all rows before
     before = me * chunks  # see copy_push.py
     behind = (ranks - 1 - me) * chunks
     tdl.wait_all(progress, before, world, number, first_peer=-before)

@@ -18,7 +18,7 @@ from tdx.runtime.copies import span
 from tdx.runtime.dlpack import Imported, row_major
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
-from tdx.runtime.stream import before_which
+from tdx.runtime.stream import NOWHERE, before_which, follow_recorded
 from tdx.runtime.world import World
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Producer:
     Stands where a block of ours would, so that a call enters it with the stream that it uses.
     """
 
-    __slots__ = ("_array", "_describe", "_driver", "last")
+    __slots__ = ("_array", "_describe", "_driver", "last", "recorded_at")
     symmetric = False
     shows_stream = False
 
@@ -55,6 +55,7 @@ class Producer:
         self._describe = describe
         self._array = array
         self.last = [stream]
+        self.recorded_at = (0, NOWHERE)
 
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the memory."""
@@ -244,6 +245,9 @@ def enter(world: World, stream: int, *operands: Operand) -> None:
     elsewhere = recording is None and world.driver.recorded_elsewhere(stream)
     if elsewhere:
         hold(world, *(op.block for op in operands))
+    if elsewhere or recording is not None:
+        blocks = [op.block for op in operands if op.block is not None]
+        follow_recorded(world.driver, stream, blocks)
     for op in operands:
         op.enter(stream)
         if recording is not None:

@@ -50,7 +50,14 @@ from tdx.runtime.errors import (
 from tdx.runtime.graph import hold
 from tdx.runtime.group import Group
 from tdx.runtime.signals import Channel, Site, make_channel
-from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, after, follow, stream_handle
+from tdx.runtime.stream import (
+    DEFAULT_STREAM,
+    NOWHERE,
+    after,
+    follow,
+    follow_recorded,
+    stream_handle,
+)  # fmt: skip
 from tdx.runtime.world import World
 
 if TYPE_CHECKING:
@@ -77,6 +84,7 @@ class Plan:
     """
 
     operation = "plan"
+    recorded_at = (0, NOWHERE)  # see follow_recorded
 
     world: World
     group: Group
@@ -212,9 +220,11 @@ class Plan:
         usage.code, usage.instruction = frame.f_code, frame.f_lasti
         if world.recording is not None:
             self._record(world.recording, operands)
+            self.follow_recorded(handle, *operands)
             return handle
         if world.driver.recorded_elsewhere(handle):
             hold(world, self, *(op.block for op in operands))
+            self.follow_recorded(handle, *operands)
         elif unseen:
             hold_producers(world, handle, operands)
         usage.add()
@@ -229,6 +239,11 @@ class Plan:
         for op in operands:
             if op.block is not None:
                 recording.before_replay(op.block.enter)
+
+    def follow_recorded(self, stream: int, *operands: Operand) -> None:
+        """In a recording: `stream` comes after what that does elsewhere with the same."""
+        blocks = [op.block for op in operands if op.block is not None]
+        follow_recorded(self.world.driver, stream, (self, *blocks))
 
     def begin_stream(self, stream: Any) -> int:
         """The handle of `stream`, ordered after the plan's last call elsewhere."""

@@ -16,8 +16,8 @@ Peers' results land in the plan's own symmetric buffer (WHOLE), or in slots. Whe
 elsewhere the same kernel copies them there, those of a step while it pushes the third step after
 it: stores to peers and local ones hide each other. (Own results go there as they are computed.) A
 peer may write results of step t once it has this rank's signal that it pushed step t. By then the
-rank has copied the results of step t - 4 and of all steps before, so that as many slots are enough
-as for the pushes; two are where a call is one step, because then those of all calls before are.
+rank has copied the results of all steps up to t - 3, so that as many slots as for the pushes are
+enough; two are where a call is one step, because then those of all calls before are.
 """
 
 from __future__ import annotations

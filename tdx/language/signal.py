@@ -109,8 +109,8 @@ def notify(ptr, peer, world, value=1, op: tl.constexpr = _SET, when=True):
         Nothing is sent where it is False.
 
     Ordering: all earlier accesses of all threads of the program happen before the signal changes
-    (release, system scope); one thread sends it. It orders nothing of other programs: signal from
-    each program, or meet by `tdl.grid_barrier` first.
+    (release, system scope); a single signal is sent by one thread. It orders nothing of other
+    programs: signal from each program, or meet by `tdl.grid_barrier` first.
     Fault: nothing is sent while a fault stands.
     Replay safety: "set" with a value from `tdl.epoch`; "add" if the waiter's value counts all.
     """
@@ -147,7 +147,7 @@ def store_ll(ptr, value, flag, peer, world, mask=True):
     flag : int or scalar
         32-bit value that the words do not hold, in practice an epoch. Zeroed memory holds 0, and an
         epoch comes to 0 after 2**32 calls: write all words that are read in each call of their
-        slot, and what they hold is two calls old.
+        slot, and what they hold is of the call before that used it.
     peer : int or scalar
         Rank of `world`, the own one included.
     world : handle

@@ -70,6 +70,7 @@ class Block:
     ranks: Sequence[int] | None = None  # of the world that have it mapped; None: all
     freed = False
     recorded = 0  # by how many calls in graphs that are there
+    recorded_at = (0, NOWHERE)  # see follow_recorded
     scattered = False  # read by consumers on streams that may be gone before the memory
     _held = 0
 

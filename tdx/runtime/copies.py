@@ -15,7 +15,14 @@ from tdx.runtime import dlpack
 from tdx.runtime.config import config
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
-from tdx.runtime.stream import DEFAULT_STREAM, NOWHERE, before_which, finished, follow
+from tdx.runtime.stream import (
+    DEFAULT_STREAM,
+    NOWHERE,
+    before_which,
+    finished,
+    follow,
+    follow_recorded,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
@@ -53,8 +60,14 @@ class Copies:
             world.recording.before_replay(block.enter)
         elif self._driver.recorded_elsewhere(stream):
             hold(world, block)
-        block.enter(stream)
+        self._enter(stream, block)
         self._driver.fill(array._address, 0, array.nbytes, stream)
+
+    def _enter(self, stream: int, *blocks: Block) -> None:
+        if self._world.recording is not None or self._driver.recorded_elsewhere(stream):
+            follow_recorded(self._driver, stream, blocks)
+        for block in blocks:
+            block.enter(stream)
 
     def source(self, producer: Any, stream: int) -> Imported:
         """Memory of a NumPy array or DLPack producer, ready for a copy on `stream`."""
@@ -80,18 +93,18 @@ class Copies:
                 apart = self._world.local(target.shape, target.dtype, "copy")
                 self.copy(apart, source)
             source = apart
-        recording = self._world.recording
-        if recording is None and self._driver.recorded_elsewhere(stream):
-            hold(self._world, block, *(() if isinstance(source, dlpack.Imported) else (source,)))
-        if recording is not None:
-            recording.keep(target, source)
-            recording.before_replay(block.enter)
-            if not isinstance(source, dlpack.Imported):
-                recording.before_replay(source._block.enter)
-        block.enter(stream)
+        recording, blocks = self._world.recording, [block]
         if not isinstance(source, dlpack.Imported):
             source._block.check()
-            source._block.enter(stream)
+            blocks.append(source._block)
+        if recording is None and self._driver.recorded_elsewhere(stream):
+            hold(self._world, *blocks)
+        if recording is not None:
+            recording.keep(target, source)
+            for each in blocks:
+                recording.before_replay(each.enter)
+        self._enter(stream, *blocks)
+        if not isinstance(source, dlpack.Imported):
             self._rows(target, source._address, source.strides, stream)
         elif source.device[0] in _HOST_MEMORY:
             self._from_host(target, source, stream)

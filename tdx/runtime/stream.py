@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tdx.runtime.checks import as_int
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANYWHERE", "DEFAULT_STREAM", "NOWHERE", "Event", "Here", "InFlight", "Stream", "Streams",
-    "after", "before_which", "finished", "follow", "order", "stream_handle",
+    "after", "before_which", "finished", "follow", "follow_recorded", "order", "stream_handle",
 ]  # fmt: skip
 
 DEFAULT_STREAM = 1  # the default stream's other name: 0 also means that no stream is given
@@ -268,6 +268,21 @@ def follow(driver: Driver, used: int, stream: int) -> None:
         order(driver, used, stream)
     elif event:
         driver.stream_wait(stream, event)
+
+
+def follow_recorded(driver: Driver, stream: int, uses: Sequence[Any]) -> None:
+    """In a recording, `stream` comes after what it holds of `uses`, plans and memory, elsewhere.
+
+    Each of them has `recorded_at`, the number of a recording and the stream of its last use there.
+    """
+    number = driver.recording_of(stream)
+    if not number:
+        return
+    before = {used.recorded_at[1] for used in uses if used.recorded_at[0] == number}
+    for other in before - {stream}:
+        order(driver, other, stream)
+    for used in uses:
+        used.recorded_at = (number, stream)
 
 
 def finished(driver: Driver, used: int) -> bool:

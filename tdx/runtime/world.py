@@ -43,6 +43,9 @@ _FIRST_USER_BYTES = 64 << 20
 class World(Group):
     """Made by `tdx.init`; closed by `close` or at the end of a `with` block.
 
+    For programs: empty, zeros, array, register, team, channel, new_stream, on, barrier, mpi,
+    synchronize, check, recover and close. The other methods are for tdx.kernels.
+
     Attributes
     ----------
     rank, size, local_rank : int
@@ -117,7 +120,6 @@ class World(Group):
         self.copies = Copies(self)
         self.handle = make_handle(self, self.rank, self.size, 0)
 
-    # ---- arrays
     def empty(
         self, shape: Any, dtype: Any, symmetric: bool = True, name: str | None = None
     ) -> Array:
@@ -225,7 +227,6 @@ class World(Group):
         """
         return self.registry.register(array)
 
-    # ---- groups, signals, streams
     def team(self, ranks: Sequence[int]) -> Team | Outsider:
         """A team of the given world ranks, in that order. Called by every rank of the world.
 
@@ -285,7 +286,6 @@ class World(Group):
         with self.driver.working_on(stream_handle(stream)):
             yield
 
-    # ---- waiting and errors
     def barrier(self) -> None:
         """Host barrier: after this rank's pending work, wait for all ranks.
 
@@ -369,7 +369,6 @@ class World(Group):
         self.check_open()
         return recover(self, self._bring_up)
 
-    # ---- the end
     def close(self) -> None:
         """Wait for the device and for the other ranks, then give everything back. Collective.
 

@@ -156,6 +156,71 @@ def operands_of_two_streams(rank: Rank) -> None:
         cu.cuStreamDestroy(stream)
 
 
+@scenario(1, 2)
+def branches_of_a_recording(rank: Rank) -> None:
+    """Calls with the same plan or array follow one another, also in another library's recording."""
+    from cuda.bindings import driver as cu
+
+    import tdx
+
+    world = rank.init()
+    own, side = world.stream.handle, world.new_stream()
+    x, y, u, v = (world.zeros(64, np.float32, symmetric=False) for _ in range(4))
+    plan, other = (tdx.AllReduce(world, 64, np.float32, op=op) for op in ("sum", "max"))
+    for _ in range(2):
+        tdx.all_reduce(x, out=y)
+    plan(x, out=y)
+    world.synchronize()
+    order = _Order(world.driver)
+
+    def check(before: int, after: int) -> None:
+        for call in (
+            partial(plan, u, v),  # nothing but the plan
+            partial(other, y, v),  # nothing but arrays
+            partial(tdx.all_reduce, x, out=v),
+            partial(v.copy_from, x),
+        ):
+            for first, second in ((before, after), (after, before)):
+                with world.on(first):
+                    plan(x, out=y)
+                    tdx.all_reduce(x, out=y)
+                order.taken()
+                with world.on(second):
+                    call()
+                    seen = order.taken()
+                    assert seen.count((first, second)) == 1, (call, seen, first, second)
+                    call()
+                    assert order.taken() == []
+
+    with tdx.graph(world):
+        side.wait(world.stream)
+        check(own, side.handle)
+        world.stream.wait(side)
+    streams = [int(cu.cuStreamCreate(1)[1]) for _ in range(2)]
+    start, end = (cu.cuEventCreate(0)[1] for _ in range(2))
+    for _ in range(2):  # of the second recording nothing was in the first
+        mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        cu.cuStreamBeginCapture(streams[0], mode)
+        cu.cuEventRecord(start, streams[0])
+        cu.cuStreamWaitEvent(streams[1], start, 0)
+        order.taken()
+        with world.on(streams[1]):
+            plan(x, out=y)
+        assert order.taken() == []
+        check(*streams)
+        cu.cuEventRecord(end, streams[1])
+        cu.cuStreamWaitEvent(streams[0], end, 0)
+        error, graph = cu.cuStreamEndCapture(streams[0])
+        assert int(error) == 0
+        cu.cuGraphDestroy(graph)
+    plan(x, out=y)
+    world.close()
+    for stream in streams:
+        cu.cuStreamDestroy(stream)
+    for event in (start, end):
+        cu.cuEventDestroy(event)
+
+
 class _On:
     """The device of an array, on which another stream is current."""
 

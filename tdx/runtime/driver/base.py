@@ -261,6 +261,9 @@ class Driver(Protocol):
     def capturing(self, stream: int) -> bool:
         """Whether work queued on the stream is being recorded."""
 
+    def recording_of(self, stream: int) -> int:
+        """The number of the recording that takes what is queued on the stream; 0: none does."""
+
     def graph_launch(self, graph: int, stream: int) -> None:
         """Queue the recorded work again, in order with `stream`."""
 

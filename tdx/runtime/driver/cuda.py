@@ -29,6 +29,8 @@ __all__ = ["CudaDriver"]
 _NOT_READY = int(cu.CUresult.CUDA_ERROR_NOT_READY)
 _MARKS = 64  # events for streams of others; more while so many have work
 _NON_BLOCKING = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+# bindings of CUDA 12 keep the usual name for the function that fails on edges with data
+_CAPTURE_INFO = getattr(cu, "cuStreamGetCaptureInfo_v3", cu.cuStreamGetCaptureInfo)
 
 
 class CudaDriver(CudaMemory):
@@ -271,6 +273,11 @@ class CudaDriver(CudaMemory):
     def capturing(self, stream: int) -> bool:
         status = self._call("asking a stream", cu.cuStreamIsCapturing, stream)
         return status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+
+    def recording_of(self, stream: int) -> int:
+        if stream in LEGACY_STREAMS or not self.capturing(stream):
+            return 0
+        return int(self._call("asking a stream", _CAPTURE_INFO, stream)[1])
 
     def graph_launch(self, graph: int, stream: int) -> None:
         with self.at(stream):

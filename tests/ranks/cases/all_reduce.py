@@ -248,6 +248,27 @@ def case_two_streams(world):
 
 
 @worlds(2)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def case_two_streams_of_one_graph(world, algorithm):
+    """One plan on both branches of a recording: calls follow one another."""
+    shape, side = 2049, world.new_stream()
+    plan = tdx.AllReduce(world, shape, "float32", algorithm=algorithm)
+    given = [inputs(world, shape, "float32", salt) for salt in range(2)]
+    xs = [world.array(g[world.rank]) for g in given]
+    outs = [world.array(poisoned(shape, "float32")) for _ in range(8)]
+    plan(xs[0], out=outs[0])
+    with tdx.graph(world) as graph:
+        side.wait(world.stream)
+        for i, out in enumerate(outs):
+            plan(xs[i % 2], out=out, stream=side if i % 2 else world.stream)
+        world.stream.wait(side)
+    for _ in range(3):
+        graph.replay()
+    for i, out in enumerate(outs):
+        assert_same_bits(out.numpy(), reduced(given[i % 2]), i)
+
+
+@worlds(2)
 def case_bad_arguments(world):
     """The same mistake on all ranks: a clear error on all ranks, and the next call works."""
     x = world.zeros((4, 8), "float32")

@@ -218,6 +218,10 @@ class HostDriver(HostMemory):
         graph = self.device.capture
         return graph is not None and stream in graph.streams
 
+    def recording_of(self, stream: int) -> int:
+        graph = self.device.capture
+        return graph.number if graph is not None and stream in graph.streams else 0
+
     def graph_launch(self, graph: int, stream: int) -> None:
         self.device.launch_graph(graph, stream)
 

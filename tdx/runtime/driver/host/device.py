@@ -94,8 +94,9 @@ class Stream:
 class Graph:
     """What was queued while a capture was open: (stream handle, maker of the operation)."""
 
-    def __init__(self, origin: int):
+    def __init__(self, origin: int, number: int):
         self.origin = origin
+        self.number = number
         self.streams = {origin}
         self.events: dict[int, int] = {}  # event -> stream of its record
         self.unjoined: set[int] = set()  # side streams with work nobody has waited for
@@ -207,7 +208,7 @@ class Device:
         with self.changed:
             if self.capture is not None:
                 raise InvalidArgument("a graph is being captured already; end it first")
-            self.capture = Graph(stream)
+            self.capture = Graph(stream, next(self._handles))
 
     def capture_end(self, stream: int) -> int:
         with self.changed:

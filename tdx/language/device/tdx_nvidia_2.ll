@@ -123,12 +123,14 @@ define i64 @tdx_fault(i64 %control) alwaysinline {
   ret i64 %fault
 }
 
-; Claims the fault word; the winner writes the record and publishes it by its state.
-define void @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team, i32 %peer,
-                        i32 %program) alwaysinline {
+; The first to claim writes the record, publishes it by its state, and sets the fault word last: a
+; kernel that ends because of the fault ends when the host can see why. True for the first.
+define i1 @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team, i32 %peer,
+                      i32 %program) alwaysinline {
 entry:
   %word = inttoptr i64 %control to ptr addrspace(1)
-  %claim = cmpxchg ptr addrspace(1) %word, i64 0, i64 1 monotonic monotonic    ; FAULT_TIMEOUT
+  %claimed = getelementptr i64, ptr addrspace(1) %word, i64 3                  ; CONTROL_CLAIM
+  %claim = cmpxchg ptr addrspace(1) %claimed, i64 0, i64 1 monotonic monotonic
   %won = extractvalue { i64, i1 } %claim, 1
   br i1 %won, label %report, label %done
 report:
@@ -155,9 +157,10 @@ report:
   %program.wide = sext i32 %program to i64
   store atomic i64 %program.wide, ptr addrspace(1) %program.field monotonic, align 8
   store atomic i64 1, ptr addrspace(1) %record release, align 8                ; RECORD_STATE
+  store atomic i64 1, ptr addrspace(1) %word release, align 8                  ; FAULT_TIMEOUT
   br label %done
 done:
-  ret void
+  ret i1 %won
 }
 
 ; After failed poll number %polls: may the caller poll on? Looks at the fault word and the clock
@@ -198,9 +201,9 @@ clock:
 later:
   ret i64 %begun
 expire:
-  call void @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team, i32 %peer,
-                        i32 %program)
-  br label %give.up
+  %won = call i1 @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team,
+                             i32 %peer, i32 %program)
+  br i1 %won, label %give.up, label %later
 give.up:
   ret i64 -1
 }
