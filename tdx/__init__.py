@@ -87,6 +87,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'tdx' has no attribute {name!r}")
+    if name == "init":
+        importlib.import_module("tdx.interop")  # tells the world whose an array is
     module = importlib.import_module(home)
     value = module if home.endswith(f".{name}") and name == "language" else getattr(module, name)
     globals()[name] = value

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..runtime import foreign
 from ..runtime.dlpack import Imported
 from . import cuda_interface, cupy_arrays, generic, jax_arrays, numpy_arrays, torch_tensors
 
@@ -88,3 +89,6 @@ def _framework_name(kind: type) -> str:
         if root in _FRAMEWORKS:
             return root
     return ""
+
+
+foreign.ask(owner_of)

@@ -47,7 +47,8 @@ def describe(x: Any, stream: int | None = None) -> dlpack.Imported:
     if type(x) not in (torch.Tensor, torch.nn.Parameter) or not (x.is_cuda or x.is_cpu):
         x = x.detach()
         try:
-            memory = dlpack.import_array(x, stream_of(x))
+            with torch.cuda.device_of(x):  # PyTorch exports from the current GPU only
+                memory = dlpack.import_array(x, stream_of(x))
         except InvalidArgument:
             _address(x)  # knows better what is wrong, if it is that
             raise
@@ -92,16 +93,16 @@ def adopt(producer: Any, like: Any) -> Any:
 
 def _refuse_special(torch: Any, x: Any) -> None:
     if x.layout != torch.strided:
-        raise InvalidArgument(f"the tensor's layout is {x.layout}: pass x.to_dense()")
+        raise InvalidArgument(f"{dlpack.described(x)} has the layout {x.layout}: pass x.to_dense()")
     if x.is_conj() or x.is_neg():
         raise InvalidArgument(
-            "the tensor is a conjugated or negated view, whose memory holds other values: pass "
-            "x.resolve_conj().resolve_neg()"
+            f"{dlpack.described(x)} is a conjugated or negated view, whose memory holds other "
+            "values: pass x.resolve_conj().resolve_neg()"
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
-            "the tensor requires a gradient, which tdx would not propagate: pass x.detach(), or "
-            "call under torch.no_grad()"
+            f"{dlpack.described(x)} requires a gradient, which tdx would not propagate: pass "
+            "x.detach(), or call under torch.no_grad()"
         )
 
 
@@ -115,9 +116,9 @@ def _address(x: Any) -> int:
     if address or (reason is None and x.numel() == 0):
         return address
     raise InvalidArgument(
-        f"the tensor of shape {tuple(x.shape)} has no memory: it is a meta or fake tensor, a zero "
-        "that was not written yet (pass x.clone()), or stands for values inside torch.func.vmap, "
-        "torch.export or the like (call tdx outside)"
+        f"{dlpack.described(x)} has no memory: it is a meta or fake tensor (pass one with values, "
+        "or a NumPy array), a zero that was not written yet (pass x.clone()), or stands for values "
+        "inside torch.func.vmap, torch.export or the like (call tdx outside)"
     ) from reason
 
 

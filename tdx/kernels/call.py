@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tdx.interop import owner_of
-from tdx.kernels.operand import Operand, check_output, enter, operand
+from tdx.kernels.operand import Operand, check_device, check_output, enter, operand
 from tdx.kernels.plan import Plan, post_refusal
 from tdx.runtime import dlpack
 from tdx.runtime.array import Array
@@ -94,7 +94,8 @@ def cached(
     `stream`: where it will be called. None is made while another library records that.
     """
     key = (kind, *args, *options.values())
-    check_key(kind.operation, options)
+    names = kind.__init__.__code__.co_varnames[2:]  # behind self and world
+    check_key(kind.operation, dict(zip(names, args, strict=False)) | options)
 
     def make() -> P:
         try:
@@ -277,15 +278,19 @@ class Call:
             return operand(self.world, x, what)
         self._meet(framework, x)
         asked = None if self.world.recording else before_which(self.world, self.handle())
-        memory = framework.describe(x, asked)
+        with self.world.driver.using():  # producers may take the default stream of another GPU
+            memory = framework.describe(x, asked)
         staged = self.world.backend != "host" and memory.device[0] in _HOST_MEMORY
         self._staged |= staged
         if not staged and (strided or memory.contiguous):
             if framework.stream_of(x) is None and not self._is_recorded():
                 self._waits = True  # its owner does not see that it is in use
             return operand(self.world, memory, what)
-        copy = self.world.empty(memory.shape, memory.dtype, symmetric=False)
-        return operand(self.world, copy.copy_from(x), what)
+        if staged:  # where work runs now, although the call may be recorded
+            return operand(self.world, self.world.array(x, symmetric=False), what)
+        check_device(self.world, memory, what)
+        with self.world.driver.using(), self.world.on(self.handle()):
+            return operand(self.world, self.world.array(x, symmetric=False), what)
 
     def optional(self, x: Any, what: str) -> Operand | None:
         """`operand`, or None for None."""

@@ -60,7 +60,8 @@ class Producer:
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the memory."""
         if self.last[0] != stream and not self._driver.capturing(stream):
-            self._describe(self._array, stream)
+            with self._driver.using():
+                self._describe(self._array, stream)
             self.last[0] = stream
 
 
@@ -147,20 +148,14 @@ def operand(world: World, x: Any, what: str) -> Operand:
             )
         # what is recorded does not run now: the replay enters
         stream = 0 if world.recording else before_which(world, world.driver.current_stream())
-        memory = framework.describe(x, stream)
         home = framework.stream_of(x)
-        if home is None and world.backend != "host":
+        if home is not None or world.backend == "host":
+            memory = framework.describe(x, stream)
+        else:
+            with world.driver.using():  # the producer may take the default stream of another GPU
+                memory = framework.describe(x, stream)
             block = Producer(world.driver, framework.describe, x, stream)
-    if memory.device[0] != world.device.dlpack_type:
-        raise Unsupported(
-            f"{what} is on DLPack device {memory.device}, the world on {world.backend}; "
-            "copy it with world.array(x)"
-        )
-    if world.backend != "host" and memory.device[1] != world.device.index:
-        raise Unsupported(
-            f"{what} is on GPU {memory.device[1]}, this rank's world on GPU {world.device.index}; "
-            "put it there, or copy it with world.array(x)"
-        )
+    check_device(world, memory, what)
     size = memory.dtype.itemsize
     strides = _in_elements(memory.strides, size)
     if strides is None:
@@ -174,6 +169,20 @@ def operand(world: World, x: Any, what: str) -> Operand:
         address, memory.dtype, memory.shape, strides, owner, block,
         not (memory.readonly or memory.copied), home,
     )  # fmt: skip
+
+
+def check_device(world: World, memory: Imported, what: str) -> None:
+    """Raise Unsupported for memory that this rank's kernels do not reach, or only from afar."""
+    if memory.device[0] != world.device.dlpack_type:
+        raise Unsupported(
+            f"{what} is on DLPack device {memory.device}, the world on {world.backend}; "
+            "copy it with world.array(x)"
+        )
+    if world.backend != "host" and memory.device[1] != world.device.index:
+        raise Unsupported(
+            f"{what} is on GPU {memory.device[1]}, this rank's world on GPU {world.device.index}; "
+            "put it there, or copy it with world.array(x)"
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ import numpy as np
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.block import Block
 from tdx.runtime.checks import as_int
-from tdx.runtime.copies import host_array, span
+from tdx.runtime.copies import span
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
 
@@ -239,7 +239,7 @@ class Array:
         return np.ndarray(self.shape, self.dtype, staging, -low, self.strides).copy()
 
     def copy_from(self, source: Any) -> Array:
-        """Fill the array from a NumPy array, a tdx array or any DLPack producer.
+        """Fill the array from a tdx array, or one of NumPy or another library.
 
         `source` must have this array's shape and dtype. Returns the array. The copy is ordered
         on the array's stream; host memory may be changed when the call returns.
@@ -247,9 +247,10 @@ class Array:
         Raises InvalidArgument (shape, or what is no array), DtypeError, Unsupported (a device).
         """
         self._block.check()
+        copies, in_order = self.world.copies, False
         if not isinstance(source, Array):
-            source = host_array(source, self.dtype)
-            source = self.world.copies.source(source, self.world.copies.stream_for(self._block))
+            stream = copies.stream_for(self._block)
+            source, in_order = copies.source(source, stream, self.dtype)
         if source.dtype != self.dtype:
             raise DtypeError(
                 f"{self.name} has dtype {self.dtype}, the source {source.dtype}; convert it first"
@@ -259,7 +260,7 @@ class Array:
                 f"{self.name} has shape {self.shape}, the source {tuple(source.shape)}"
             )
         if self.size:
-            self.world.copies.copy(self, source)
+            copies.copy(self, source, in_order)
         return self
 
     # ---- exchange with others

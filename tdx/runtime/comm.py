@@ -14,6 +14,7 @@ from tdx.runtime.errors import InvalidArgument, TdxError
 
 __all__ = [
     "Comm",
+    "announced_place",
     "announced_size",
     "close_comm",
     "mpi_name",
@@ -33,6 +34,17 @@ _LAUNCHERS = (
 )
 # Launchers that announce themselves, but not how many ranks they start.
 _SILENT_LAUNCHERS = (("PMIX_RANK", "a PMIx launcher"), ("PMI_RANK", "a PMI launcher"))
+# Where launchers put a process's number among those that they started on its host, innermost
+# first: torchrun comes after the MPIs, which it does not start, and before srun, which starts it.
+_TORCHRUN_PLACE = "LOCAL_RANK"
+_PLACES = (
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",  # MPICH and Intel MPI
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    _TORCHRUN_PLACE,
+    "SLURM_LOCALID",
+)
+_MOST_DIGITS = 6  # what is longer is no place
 # How an MPI tells that it takes addresses of a GPU: MPI 4.1's name of the memory, and functions
 # of Open MPI, MPICH and those that derive from them, which return 0 or 1.
 _GPU_MEMORY = {
@@ -185,6 +197,20 @@ def announced_size() -> tuple[int, str] | None:
     for variable, launcher in _SILENT_LAUNCHERS:
         if variable in os.environ:
             return 0, launcher
+    return None
+
+
+def announced_place() -> int | None:
+    """Number of this process among those that its launcher started on this host, from 0.
+
+    None: no launcher tells. Processes that others started may have inherited it and so share it.
+    """
+    for variable in _PLACES:
+        text = os.environ.get(variable, "")
+        if variable == _TORCHRUN_PLACE and "LOCAL_WORLD_SIZE" not in os.environ:
+            continue  # a name that programs use as well
+        if text.isdecimal() and len(text) <= _MOST_DIGITS:
+            return int(text)
     return None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tdx.runtime import dlpack
+from tdx.runtime import dlpack, foreign
 from tdx.runtime.config import config
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
@@ -69,21 +69,27 @@ class Copies:
         for block in blocks:
             block.enter(stream)
 
-    def source(self, producer: Any, stream: int) -> Imported:
-        """Memory of a NumPy array or DLPack producer, ready for a copy on `stream`."""
+    def source(self, given: Any, stream: int, dtype: Any = None) -> tuple[Imported, bool]:
+        """Memory of somebody's array, or of numbers, ready for a copy on `stream`.
+
+        Also whether its owner works on `stream`: then it is not used for anything else before the
+        copy is done. `dtype`: of numbers that have none of their own.
+        """
         # a stream that is recorded cannot wait for what runs now
         asked = None if self._world.recording else before_which(self._world, stream)
-        found = dlpack.import_array(producer, asked)
+        found, home = foreign.describe(self._driver, host_array(given, dtype), asked)
         info = self._driver.info
         if found.device[0] not in (*_HOST_MEMORY, info.dlpack_type):
             raise Unsupported(
                 f"the source is on DLPack device {found.device}, and this rank's arrays on "
                 f"{(info.dlpack_type, info.index)}; copy it to the host first"
             )
-        return found
+        if home is not None and found.size:
+            foreign.come_after(self._driver, found, home, stream)
+        return found, home == stream and found.device[1] == info.index
 
-    def copy(self, target: Array, source: Array | Imported) -> None:
-        """Copy equal shapes and dtypes; `target` is not empty."""
+    def copy(self, target: Array, source: Array | Imported, in_order: bool = False) -> None:
+        """Copy equal shapes and dtypes; `target` is not empty. `in_order`: as `source` says."""
         block = target._block
         stream = self.stream_for(block)
         if _overlap(target, source):
@@ -91,7 +97,7 @@ class Copies:
             block.enter(stream)
             with self._world.on(stream):
                 apart = self._world.local(target.shape, target.dtype, "copy")
-                self.copy(apart, source)
+                self.copy(apart, source, in_order)
             source = apart
         recording, blocks = self._world.recording, [block]
         if not isinstance(source, dlpack.Imported):
@@ -110,7 +116,8 @@ class Copies:
             self._from_host(target, source, stream)
         else:
             self._rows(target, source.address, source.strides, stream)
-            self._driver.stream_synchronize(stream)  # the producer may reuse its memory
+            if not in_order:
+                self._driver.stream_synchronize(stream)  # the producer may reuse its memory
 
     def _from_host(self, target: Array, source: Imported, stream: int) -> None:
         size = source.dtype.itemsize
@@ -207,9 +214,10 @@ def span(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tup
 def host_array(source: Any, dtype: Any = None) -> Any:
     """Numbers and nested sequences as a NumPy array, of `dtype` if they have none of their own.
 
-    DLPack producers are returned as they are. Raises InvalidArgument, DtypeError.
+    Arrays of all libraries are returned as they are. Raises InvalidArgument, DtypeError.
     """
-    if hasattr(source, "__dlpack__") and not isinstance(source, np.generic):
+    is_array = hasattr(source, "__dlpack__") or hasattr(source, "__cuda_array_interface__")
+    if is_array and not isinstance(source, np.generic):
         return source
     try:
         found = np.asarray(source, None if hasattr(source, "dtype") else dtype)

@@ -27,6 +27,7 @@ __all__ = [
     "Imported",
     "capsule",
     "check_request",
+    "described",
     "import_array",
     "numpy_view",
     "row_major",
@@ -282,7 +283,7 @@ def import_array(obj: Any, stream: int | None = None) -> Imported:
         return _import_numpy(obj)
     if not hasattr(obj, "__dlpack__") or not hasattr(obj, "__dlpack_device__"):
         raise InvalidArgument(
-            f"expected a tdx array, a NumPy array or a DLPack producer, got {_described(obj)}; "
+            f"expected a tdx array, a NumPy array or a DLPack producer, got {described(obj)}; "
             "numpy.asarray converts sequences"
         )
     try:
@@ -297,7 +298,7 @@ def import_array(obj: Any, stream: int | None = None) -> Imported:
         raise
     except Exception as error:  # producers raise what they like
         raise InvalidArgument(
-            f"{_described(obj)} cannot be read: {type(error).__name__}: {error}; pass a plain copy "
+            f"{described(obj)} cannot be read: {type(error).__name__}: {error}; pass a plain copy "
             "of it, or a NumPy array"
         ) from error
     return _parse(held, (device_type, device_id))
@@ -317,7 +318,7 @@ def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 def _import_numpy(array: np.ndarray[Any, Any]) -> Imported:
     if type(array) is not np.ndarray and hasattr(array, "mask"):
         raise InvalidArgument(
-            f"{_described(array)} has a mask, which tdx does not heed; pass x.filled(value), or "
+            f"{described(array)} has a mask, which tdx does not heed; pass x.filled(value), or "
             "x.data without the mask"
         )
     return Imported(
@@ -338,7 +339,7 @@ def _protocol_stream(device_type: int, stream: int | None) -> int:
     return 1 if device_type == CUDA else 0
 
 
-def _described(obj: Any) -> str:
+def described(obj: Any) -> str:
     """Class and shape, for errors."""
     shape = getattr(obj, "shape", None)
     extents = f" of shape {tuple(shape)}" if isinstance(shape, Sequence) else ""

@@ -9,7 +9,7 @@ import struct
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tdx.runtime import backends
 from tdx.runtime.checks import as_float, as_int
@@ -27,9 +27,6 @@ from tdx.runtime.undo import Undo
 from tdx.runtime.untraced import stay_untraced
 from tdx.runtime.waiting import Notice
 from tdx.runtime.world import World
-
-if TYPE_CHECKING:
-    from tdx.runtime.driver.base import DeviceInfo
 
 __all__ = ["current_world", "init"]
 
@@ -58,7 +55,9 @@ def init(
         Used during init only. None: MPI.COMM_WORLD under an MPI launcher, or if mpi4py.MPI was
         imported, else a world of one; refused where torchrun has started several processes.
     backend : {"cuda", "hip", "host"}, optional
-        None: the GPUs, if there are any that tdx has a driver for, else the host tier.
+        None: the GPUs, if there are any that tdx has a driver for, else the host tier. Of the GPUs
+        that a process sees it takes the one of its number among the launcher's processes of the
+        host, or, if the launcher tells none, among the ranks there; modulo how many it sees.
     heap_bytes : int, optional
         Hard cap of the symmetric arrays of this rank, in bytes; workspaces of plans lie elsewhere.
         None: the heap grows up to the device's memory.
@@ -146,14 +145,15 @@ def _bring_up(comm: Comm, given: tuple[Any, ...], undo: Undo, device: int | None
     )
     _agree(comm, settings)
     backends.announce(backend, chosen, topology.rank)
-    number = topology.local_rank if device is None else device
+    # by place, so that worlds of one host take different GPUs
+    number = topology.place if device is None else device
     driver = _together(
         comm,
         "opening the device",
         lambda: backends.open_driver(chosen, number, topology.local_size),
     )
     undo.add(driver.close)
-    _check_devices(comm, driver.info)
+    _check_devices(comm, driver, number)
     mine = (driver.info.memory_bytes, driver.info.multiprocessors)
     everybody = [struct.unpack("<2Q", each) for each in comm.allgather(struct.pack("<2Q", *mine))]
     # what ranks lay out alike must not depend on whose device it is
@@ -249,21 +249,32 @@ def _all_or_none(comm: Comm, build: Callable[[], World], undo: Undo) -> World:
     return world
 
 
-def _check_devices(comm: Comm, info: DeviceInfo) -> None:
-    """Raise DriverError on every rank if ranks have one GPU and not all want to share it."""
-    mine = f"{info.identity}\n{int(config.share_gpu)}"
+def _check_devices(comm: Comm, driver: Any, number: int) -> None:
+    """Raise DriverError on every rank if ranks have one GPU and not all want to share it.
+
+    Or if GPUs do not reach each other. `number`: what this rank's was chosen by.
+    """
+    info = driver.info
+    mine = f"{info.identity}\n{int(config.share_gpu)}\n{number}"
     entries = [entry.decode().split("\n") for entry in comm.allgather(mine.encode())]
     ranks: dict[str, list[int]] = {}
-    for rank, (identity, _) in enumerate(entries):
+    for rank, (identity, *_) in enumerate(entries):
         ranks.setdefault(identity, []).append(rank)
     shared = [r for identity, r in ranks.items() if identity and len(r) > 1]
-    if shared and not all(share == "1" for _, share in entries):
-        raise DriverError(
-            f"{len(entries)} ranks have {len(ranks)} GPU(s) ({info.name}): "
-            f"{'; '.join(describe_ranks(r) for r in shared)} would use the same one. Start at most "
-            f"{len(ranks)} ranks, let CUDA_VISIBLE_DEVICES show more GPUs, or set TDX_SHARE_GPU=1 "
-            "for all ranks"
+    if shared and not all(share == "1" for _, share, _ in entries):
+        same = "; ".join(
+            f"{describe_ranks(r)} (processes {', '.join(entries[each][2] for each in r)} of the "
+            "host)"
+            for r in shared
         )
+        raise DriverError(
+            f"{len(entries)} ranks have {len(ranks)} GPU(s) ({info.name}): {same} would use the "
+            "same one, since process i takes GPU i, modulo those that it sees. Start no more "
+            "processes on a host than it has GPUs, let CUDA_VISIBLE_DEVICES show each rank a GPU "
+            "of its own, or set TDX_SHARE_GPU=1 for all ranks"
+        )
+    if info.identity:
+        _together(comm, "reaching the ranks' GPUs", lambda: driver.check_links(ranks.keys()))
 
 
 def _agree(comm: Comm, settings: str) -> None:

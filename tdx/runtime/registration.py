@@ -12,7 +12,7 @@ import struct
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from tdx.runtime import dlpack
+from tdx.runtime import dlpack, foreign
 from tdx.runtime.array import Array
 from tdx.runtime.block import Block
 from tdx.runtime.errors import HeapExhausted, InvalidArgument, TdxError, Unsupported
@@ -121,8 +121,11 @@ class Registry:
                     f"world.register takes arrays of others, and {array.name} is tdx's own: "
                     "world.empty(..., symmetric=True) makes symmetric ones"
                 )
-            memory = dlpack.import_array(array, world.stream.handle)
+            stream = world.stream.handle
+            memory, home = foreign.describe(world.driver, array, stream)
             _check(memory, world)
+            if home is not None:
+                foreign.come_after(world.driver, memory, home, stream)
             call = f"register({memory.shape}, {memory.dtype})"
         except Exception as error:
             refused = error

@@ -1,4 +1,4 @@
-"""Which ranks share a host."""
+"""Which ranks share a host, and in which place each is there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tdx import abi
-from tdx.runtime.comm import Comm
+from tdx.runtime.comm import Comm, announced_place
 from tdx.runtime.errors import InvalidArgument, Unsupported
 from tdx.runtime.outcomes import describe_ranks
 
@@ -27,6 +27,9 @@ class Topology:
         Name of this rank's host.
     local_rank, local_size : int
         This rank's number among the ranks of its host, and how many those are.
+    place : int
+        This process's number among all that its launcher started on the host, of which other
+        worlds may have some; `local_rank` where the launcher does not tell.
     """
 
     rank: int
@@ -34,6 +37,7 @@ class Topology:
     host: str
     local_rank: int
     local_size: int
+    place: int
 
 
 def host_identity() -> str:
@@ -64,20 +68,29 @@ def discover(comm: Comm, host_id: str | None = None) -> Topology:
             "communicator of fewer"
         )
     own = host_identity() if host_id is None else host_id
-    entries = comm.allgather(f"{rank}\n{own}".encode())
+    told = announced_place()
+    entries = comm.allgather(f"{rank}\n{'' if told is None else told}\n{own}".encode())
     identities: dict[str, list[int]] = {}
+    places = []
     for index, entry in enumerate(entries):
-        number, _, identity = entry.decode("utf-8", "replace").partition("\n")
+        number, _, rest = entry.decode("utf-8", "replace").partition("\n")
+        place, _, identity = rest.partition("\n")
         if number != str(index):
             raise InvalidArgument(
                 f"comm.allgather returned the entry of rank {number[:20]!r} in place {index}: "
                 "entries must be in rank order"
             )
         identities.setdefault(identity, []).append(index)
+        places.append(place)
     if len(identities) > 1:
         raise Unsupported(_several_hosts(identities))
     neighbours = identities[own]
-    return Topology(rank, size, _name(own), neighbours.index(rank), len(neighbours))
+    local_rank, local_size = neighbours.index(rank), len(neighbours)
+    taken = {places[each] for each in neighbours}
+    # a place that ranks share is inherited: their own launcher announces none
+    announced = "" not in taken and len(taken) == local_size
+    at = int(places[rank]) if announced else local_rank
+    return Topology(rank, size, _name(own), local_rank, local_size, at)
 
 
 def _name(identity: str) -> str:

@@ -16,7 +16,7 @@ from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array, check_shape
 from tdx.runtime.block import Block, Exports, LocalBlock, SymmetricBlock
 from tdx.runtime.closing import close
-from tdx.runtime.copies import Copies, host_array
+from tdx.runtime.copies import Copies
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
 from tdx.runtime.faults import Faults
 from tdx.runtime.group import Group, Outsider, Team, agree_on_team, make_handle
@@ -172,15 +172,15 @@ class World(Group):
         return array
 
     def array(self, source: Any, symmetric: bool = True, name: str | None = None) -> Array:
-        """A copy of a NumPy array, a tdx array, or any DLPack producer; see `empty`."""
+        """A copy of a tdx array, or of one of NumPy or another library; see `empty`."""
         if isinstance(source, Array):
             return self.empty(source.shape, source.dtype, symmetric, name).copy_from(source)
         stream = self.driver.current_stream()
-        memory = self.copies.source(host_array(source), stream)
+        memory, in_order = self.copies.source(source, stream)
         array = self.empty(memory.shape, memory.dtype, symmetric, name)
         if array.size:
             array._block.enter(stream)
-            self.copies.copy(array, memory)
+            self.copies.copy(array, memory, in_order)
         return array
 
     def allocate_runtime(
@@ -214,7 +214,7 @@ class World(Group):
     def register(self, array: Any) -> Array:
         """Memory of somebody else as a symmetric array: contiguous, writable. Collective.
 
-        Every rank gives an array of the same shape and dtype: on a GPU any DLPack producer over
+        Every rank gives an array of the same shape and dtype: on a GPU one of any library over
         memory of cuMemCreate, on the host tier a NumPy array over a file that is mapped shared;
         the error says which allocators give such. The result is the same memory at another
         address (use one of the two in a kernel) and keeps `array` alive. Its producer's pending

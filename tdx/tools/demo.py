@@ -41,11 +41,14 @@ _SIZES = {  # tokens, hidden, intermediate: Llama's proportions
 _OPEN_GPU = """
 import sys
 from tdx.runtime.driver.cuda import CudaDriver
+from tdx.runtime.driver.cuda_device import probe
 ranks = int(sys.argv[1])
-driver = CudaDriver(ranks - 1, ranks)
-driver.close()
-if driver.info.index < ranks - 1:
+CudaDriver(ranks - 1, ranks).close()
+gpus = probe()["gpus"]
+if len(gpus) < ranks:
     sys.exit("CUDA_VISIBLE_DEVICES hides some")
+if any({*range(ranks)} - {n, *gpus[n]["reaches"]} for n in range(ranks)):
+    sys.exit("they do not all reach each other's memory, see `nvidia-smi topo -p2p r`")
 """
 
 

@@ -200,6 +200,30 @@ def test_cupy_records_a_plan(world, cupy):
         np.testing.assert_array_equal(z.get(), filled(11))
 
 
+def test_cupy_records_copies(world, cupy):
+    """Of a transposed operand, and inside `world.on`; elsewhere they are refused, and the recording
+    stays good."""
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        x, y = cupy.asarray(values), cupy.zeros((4, 3), cupy.float32)
+        z = world.zeros((4, 3), "float32")
+        tdx.all_reduce(x.T, out=y)
+        stream.begin_capture()
+        tdx.all_reduce(x.T, out=y)
+        for call in (lambda: world.array(x), lambda: z.copy_from(x.T)):
+            with pytest.raises(InvalidArgument, match="records its stream"):
+                call()
+        with world.on(stream):
+            z.copy_from(x.T)
+        graph = stream.end_capture()
+        for value in _VALUES:
+            x.fill(value)
+            graph.launch(stream)
+            np.testing.assert_array_equal(y.get(), np.full((4, 3), value, np.float32))
+            stream.synchronize()
+            np.testing.assert_array_equal(z.numpy(), np.full((4, 3), value, np.float32))
+
+
 def test_cupy_replays_on_another_stream(world, cupy):
     """The graph goes where it is launched; what CuPy does elsewhere is the caller's to order."""
     first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))

@@ -57,6 +57,17 @@ def test_on_a_stream_of_numbas(world, cuda):
         stream.synchronize()
 
 
+def test_copies_of_numbas_arrays(world, cuda):
+    """Where they are, in the order of their stream; also of what is not contiguous."""
+    given = np.arange(12, dtype=np.float32).reshape(3, 4)
+    stream = cuda.stream()
+    x = cuda.to_device(given, stream=stream)
+    assert (world.array(x).numpy() == given).all()
+    y = world.zeros((4, 3), "float32")
+    assert (y.copy_from(x.T).numpy() == given.T).all()
+    assert (tdx.all_reduce(x.T).copy_to_host() == given.T * world.size).all()
+
+
 def test_numba_reads_and_writes_arrays_of_tdx(world, cuda):
     @cuda.jit
     def double(values):

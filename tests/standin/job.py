@@ -16,6 +16,7 @@ from tests.standin import (  # noqa: F401  # declare their scenarios
     exchange,
     failures,
     foreign,
+    foreign_copies,
     launching,
     ordering,
     products,

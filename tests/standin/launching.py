@@ -126,16 +126,14 @@ def launches_of_two_threads(rank: Rank) -> None:
 
 @scenario(2)
 def launches_on_another_gpu(rank: Rank) -> None:
-    """A later world may number the ranks otherwise: kernels are loaded into its GPU as well."""
+    """A later world may have another GPU: kernels are loaded into that as well."""
     import tdx
 
     indices = []
-    for key in (rank.rank, -rank.rank):
-        comm = rank.comm.Split(0, key)
-        with rank.init(comm=comm) as world:
+    for place in (rank.rank, 1 - rank.rank):
+        with rank.announced(place), rank.init() as world:
             indices.append(world.device.index)
             tdx.AllReduce(world, (64,), np.float32)(world.array(np.ones(64, np.float32)))
-        comm.Free()
     assert sorted(indices) == [0, 1]
 
 

@@ -42,6 +42,13 @@ class Rank:
 
         return tdx.init(backend="cuda", timeout_s=10.0, **settings)
 
+    @contextlib.contextmanager
+    def announced(self, place: object) -> Iterator[None]:
+        """What the launcher calls this process's place on the host, in the block."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(place))  # the first that is looked at
+            yield
+
     def meet(self) -> None:
         if self.comm is not None:
             self.comm.Barrier()

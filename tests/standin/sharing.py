@@ -268,3 +268,49 @@ def one_compiles(rank: Rank) -> None:
             tdx.AllReduce(world, (1000,), np.float32, algorithm=algorithm)
     everybody = [key for theirs in rank.comm.allgather(compiled) for key in theirs]
     assert len(everybody) == len(set(everybody)) == 2, everybody
+
+
+@scenario(2, 3)
+def worlds_of_one_host(rank: Rank) -> None:
+    """Each takes GPUs of its own, by what MPI's launcher says; a place that is none is ignored."""
+    for said in ("", "first", "-1"):
+        for color, order in ((rank.rank, 0), (rank.rank % 2, -rank.rank)):
+            part = rank.comm.Split(color, order)
+            with rank.announced(said), rank.init(comm=part) as world:
+                assert world.device.index == rank.rank, (said, world.device)
+                assert world.local_rank == world.rank == part.Get_rank()
+            part.Free()
+    devices, rank.fake.devices = rank.fake.devices, 1
+    rank.fake.identity = rank.rank  # each sees one of its own
+    with rank.init() as world:
+        assert world.device.index == 0
+    rank.fake.devices, rank.fake.identity = devices, -1
+
+
+@scenario(2, 3)
+def places_of_another_launcher(rank: Rank) -> None:
+    """What ranks have inherited does not number them; what they cannot share is refused."""
+    with rank.announced(3), rank.init() as world:
+        assert world.device.index == rank.rank
+    count = rank.fake.devices
+    words = [f"ranks 0-{rank.size - 1} (processes 0, {count}", "takes GPU i", "GPU of its own"]
+    words += ["CUDA_VISIBLE_DEVICES", "TDX_SHARE_GPU=1"]
+    with (
+        rank.announced(count * rank.rank),
+        rank.leaves_nothing(),
+        rank.raises(*words, kind="DriverError"),
+    ):
+        rank.init()
+
+
+@scenario(3)
+def links_of_one_world(rank: Rank) -> None:
+    """Only the GPUs of a world need to reach each other."""
+    rank.fake.peer_access = 2  # 0 and 2 do, 1 does not
+    part = rank.comm.Split(rank.rank % 2, 0)
+    with rank.leaves_nothing(), rank.init(comm=part) as world:
+        assert world.device.index == rank.rank
+    part.Free()
+    with rank.leaves_nothing(), rank.raises("cannot reach", "topo -p2p", kind="DriverError"):
+        rank.init()
+    rank.fake.peer_access = 1

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tdx.runtime import comm as comm_module
-from tdx.runtime.comm import announced_size, close_comm, open_comm
+from tdx.runtime.comm import announced_place, announced_size, close_comm, open_comm
 from tdx.runtime.errors import InvalidArgument
 from tests.helpers.cases import skip
 from tests.helpers.fake_comm import LAUNCHER_PREFIXES, results_of, run_python, run_threads
@@ -45,6 +45,37 @@ def test_announced_size(no_launcher, env, size):
         no_launcher.setenv(name, value)
     found = announced_size()
     assert (found[0] if found else None) == size
+
+
+@pytest.mark.parametrize(
+    ("env", "place"),
+    [
+        ({}, None),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "0"}, 2),
+        ({"MV2_COMM_WORLD_LOCAL_RANK": "0"}, 0),
+        ({"SLURM_LOCALID": "3"}, 3),
+        ({"LOCAL_RANK": "5"}, None),  # not torchrun's
+        ({"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "SLURM_LOCALID": "0"}, 5),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "two", "MPI_LOCALRANKID": "1"}, 1),
+        ({"MPI_LOCALRANKID": "-1"}, None),
+        ({"MPI_LOCALRANKID": ""}, None),
+        ({"MPI_LOCALRANKID": "9" * 5000}, None),
+    ],
+)
+def test_announced_place(no_launcher, env, place):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        no_launcher.delenv(name, raising=False)
+    for name, value in env.items():
+        no_launcher.setenv(name, value)
+    assert announced_place() == place
+
+
+def test_what_the_launcher_announces():
+    """Processes of one host have different places, whatever MPI's launcher this is."""
+    code = "import sys; from tdx.runtime.comm import announced_place\n"
+    done = run_python(code + "sys.stdout.write(f'{announced_place()}\\n')", launch=3)
+    assert sorted(done.stdout.split()) == ["0", "1", "2"], done.stderr
 
 
 def test_world_of_one_does_not_import_mpi4py():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import ml_dtypes
 import numpy as np
@@ -59,6 +59,15 @@ def test_importing_interop_loads_no_framework():
     code = (
         "import sys, tdx.interop as i, numpy; i.owner_of(numpy.zeros(1));"
         "sys.exit(any(m in sys.modules for m in ('torch', 'jax', 'cupy', 'mpi4py')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_world_knows_the_frameworks():
+    """Without one of the library's functions, which import this package."""
+    code = (
+        "import tdx, numpy; from tdx.runtime import foreign; tdx.init;"
+        "assert foreign._owner_of(numpy.zeros(1)).name == 'numpy'"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
@@ -219,6 +228,28 @@ def test_torch_subclass():
     x = torch.ones(3).as_subclass(Mine)
     assert owner_of(x) is torch_tensors
     assert torch_tensors.describe(x).address == x.data_ptr()
+
+
+def test_torch_subclass_on_another_gpu_than_the_current(monkeypatch):
+    """PyTorch exports from the current one only."""
+    torch = pytest.importorskip("torch")
+    entered = []
+
+    class Mine(torch.Tensor):
+        def __dlpack__(self, **named):
+            assert entered == ["in"]
+            return super().__dlpack__(**named)
+
+    @contextmanager
+    def device_of(x):
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    x = torch.ones(3).as_subclass(Mine)
+    assert torch_tensors.describe(x).address == x.data_ptr()
+    assert entered == ["in", "out"]
 
 
 # -- CuPy, played by a module with the attributes that are used

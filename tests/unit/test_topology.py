@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tdx import abi
+from tdx.runtime import topology
 from tdx.runtime.errors import InvalidArgument, Unsupported
 from tdx.runtime.topology import Topology, discover, host_identity
 from tests.helpers.fake_comm import results_of, run_threads
@@ -13,8 +16,32 @@ from tests.helpers.fake_comm import results_of, run_threads
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_one_host(size):
     host = host_identity().partition("\n")[0]
-    expected = [Topology(rank, size, host, rank, size) for rank in range(size)]
+    expected = [Topology(rank, size, host, rank, size, rank) for rank in range(size)]
     assert results_of(run_threads(size, discover)) == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "places"),
+    [
+        ([5, 4, 0], [5, 4, 0]),
+        ([7, 7, 7], [0, 1, 2]),  # inherited
+        ([1, 2, 1], [0, 1, 2]),
+        ([1, None, 2], [0, 1, 2]),
+        ([None, None, None], [0, 1, 2]),
+    ],
+)
+def test_places_among_the_processes_of_a_launcher(monkeypatch, told, places):
+    """Those that announce one each, or else the ranks of the host by their number."""
+    ranks = threading.local()
+    monkeypatch.setattr(topology, "announced_place", lambda: told[ranks.own])
+
+    def body(comm):
+        ranks.own = comm.Get_rank()
+        return discover(comm)
+
+    found = results_of(run_threads(3, body))
+    assert [each.place for each in found] == places
+    assert [each.local_rank for each in found] == [0, 1, 2]
 
 
 def test_identity_is_stable():

@@ -229,6 +229,13 @@ class Driver(Protocol):
     def event_elapsed(self, start: int, end: int) -> float:
         """Milliseconds between two records of timing events that are done."""
 
+    # ---- other libraries in the process, and their GPUs
+    def using(self) -> AbstractContextManager[None]:
+        """This GPU is the thread's current one in the block; another one comes back after it."""
+
+    def wait_elsewhere(self, index: int, stream: int) -> None:
+        """Wait for the work on a stream of another GPU of this process."""
+
     # ---- streams of other libraries, which may destroy them and record graphs of their own
     def owns(self, stream: int) -> bool:
         """Whether the driver made the stream, so that nobody else records or destroys it."""

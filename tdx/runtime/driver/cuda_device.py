@@ -11,7 +11,7 @@ import contextlib
 import glob
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from tdx.runtime.driver.base import DeviceInfo
@@ -126,16 +126,15 @@ class CudaDevice:
 
     info: DeviceInfo
 
-    def __init__(self, local_rank: int, local_size: int):
+    def __init__(self, place: int, local_size: int):
+        """Take the GPU of this place on the host, of those that the process sees, in turn."""
         self._forks = len(_forks)
         self._teardown = Undo()
         count = _start()
-        index = local_rank % count
+        index = place % count
         self._device = call(f"opening GPU {index}", cu.cuDeviceGet, index)
         self.info = _describe(index, self._device)
         self._require(index)
-        if local_size <= count:
-            self._require_peers(index, local_size)
         before = _current()
         self._context = call(
             f"opening the context of GPU {index}", cu.cuDevicePrimaryCtxRetain, self._device
@@ -194,6 +193,18 @@ class CudaDevice:
             if current:
                 with contextlib.suppress(TdxError):  # that one may be gone
                     call("leaving the context", cu.cuCtxSetCurrent, current)
+
+    def wait_elsewhere(self, index: int, stream: int) -> None:
+        """Wait for the work on a stream of another GPU; its context may be that of the thread."""
+        device = call(f"opening GPU {index}", cu.cuDeviceGet, index)
+        context = call(f"opening the context of GPU {index}", cu.cuDevicePrimaryCtxRetain, device)
+        current = _current()
+        try:
+            call("using the context", cu.cuCtxSetCurrent, context)
+            call(f"waiting for a stream of GPU {index}", cu.cuStreamSynchronize, stream)
+        finally:
+            call("leaving the context", cu.cuCtxSetCurrent, current)
+            call("closing the context", cu.cuDevicePrimaryCtxRelease, device)
 
     def at(self, stream: int) -> contextlib.AbstractContextManager[None]:
         """For calls on `stream`: the default streams are those of the GPU that is current."""
@@ -254,17 +265,18 @@ class CudaDevice:
             if not _attribute(self._device, which):
                 raise DriverError(f"GPU {index} ({self.info.name}) has no {what}, which tdx needs")
 
-    def _require_peers(self, index: int, local_size: int) -> None:
-        """The GPUs of all ranks of the host must reach each other's memory."""
-        for other in range(local_size):
-            if other == index:
-                continue
+    def check_links(self, identities: Collection[str]) -> None:
+        """Raise DriverError unless this GPU reaches the memory of those that the process sees."""
+        for other in range(int(call("counting GPUs", cu.cuDeviceGetCount))):
             peer = call(f"opening GPU {other}", cu.cuDeviceGet, other)
+            if other == self.info.index or _identity(peer) not in identities:
+                continue
             if not call("asking for a link", cu.cuDeviceCanAccessPeer, self._device, peer):
                 raise DriverError(
-                    f"GPU {index} cannot reach the memory of GPU {other} ({self.info.name}): tdx "
-                    "needs NVLink or peer access over PCIe; see `nvidia-smi topo -p2p r`, and "
-                    "choose GPUs that reach each other with CUDA_VISIBLE_DEVICES"
+                    f"GPU {self.info.index} cannot reach the memory of GPU {other} "
+                    f"({self.info.name}): tdx needs NVLink or peer access over PCIe; see "
+                    "`nvidia-smi topo -p2p r`, and choose GPUs that reach each other with "
+                    "CUDA_VISIBLE_DEVICES"
                 )
 
 
@@ -295,9 +307,6 @@ def _describe(index: int, device: Any) -> DeviceInfo:
     major = _attribute(device, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
     minor = _attribute(device, _Attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
     name = call("asking the GPU's name", cu.cuDeviceGetName, 128, device)
-    # the second version, the only one from CUDA 13 on, tells parts of a divided GPU apart
-    identify = getattr(cu, "cuDeviceGetUuid_v2", None) or cu.cuDeviceGetUuid
-    uuid = call("asking the GPU's identity", identify, device)
     memory = call("asking the GPU's memory", cu.cuDeviceTotalMem, device)
     return DeviceInfo(
         backend="cuda",
@@ -307,8 +316,14 @@ def _describe(index: int, device: Any) -> DeviceInfo:
         multiprocessors=_attribute(device, _Attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
         memory_bytes=int(memory),
         dlpack_type=2,
-        identity=bytes(uuid.bytes).hex(),
+        identity=_identity(device),
     )
+
+
+def _identity(device: Any) -> str:
+    # the second version, the only one from CUDA 13 on, tells parts of a divided GPU apart
+    identify = getattr(cu, "cuDeviceGetUuid_v2", None) or cu.cuDeviceGetUuid
+    return bytes(call("asking the GPU's identity", identify, device).bytes).hex()
 
 
 def _start() -> int:

@@ -90,11 +90,7 @@ class CudaWindow(CudaDevice):
         return int(call("exporting memory", cu.cuMemExportToShareableHandle, handle, _FD, 0))
 
     def mem_import(self, fd: int, nbytes: int) -> int:
-        what = (
-            "importing a rank's memory (all ranks must see the GPUs of all: no "
-            "CUDA_VISIBLE_DEVICES of one GPU per rank)"
-        )
-        return int(call(what, cu.cuMemImportFromShareableHandle, fd, _FD))
+        return int(call("importing a rank's memory", cu.cuMemImportFromShareableHandle, fd, _FD))
 
     def mem_release(self, handle: int) -> None:
         call("releasing memory", cu.cuMemRelease, handle)
@@ -166,8 +162,8 @@ class CudaWindow(CudaDevice):
 
     def _foreign(self, what: str, verb: Callable[[int], tuple[Any, ...]], address: int) -> Any:
         """As `_call`; Unsupported where no exportable memory is mapped at the address."""
-        self.bind_thread()
-        result = verb(address)
+        with self.using():
+            result = verb(address)
         if int(result[0]) in _NOT_MAPPED:
             raise Unsupported(f"{what}: it cannot be exported; {_EXPORTABLE}")
         return call(what, lambda: result)

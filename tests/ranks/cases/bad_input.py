@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -218,6 +219,26 @@ def case_peers_hear_of_errors_of_all_kinds(world, what):
     world.new_stream().synchronize()
     result = tdx.matmul_all_reduce(5 * ones, ones)
     assert (result == 20).all()
+
+
+@worlds(2)
+def case_arguments_that_no_key_holds(world):
+    """A list as root or op is refused by name, and the peers hear of it."""
+    mine, table = world.rank == 1, [
+        ("reduce", "root", 0, [0]), ("reduce", "op", "sum", ["sum"]), ("reduce", "root", 0, {}),
+        ("broadcast", "root", 1, np.array([1])), ("all_reduce", "op", "sum", ["sum"]),
+        ("reduce_scatter", "op", "sum", {"sum"}), ("all_to_all", "algorithm", None, ["push"]),
+    ]  # fmt: skip
+    for size, (operation, name, right, wrong) in enumerate(table, 131):
+        for ones in (np.ones((2, size), np.float32), world.array(np.ones((4, size), np.float32))):
+            call = functools.partial(getattr(tdx, operation), ones)
+            rest = {"root": 0} if operation in ("reduce", "broadcast") else {}
+            with pytest.raises(InvalidArgument if mine else CollectiveMismatch) as caught:
+                call(**rest | {name: wrong if mine else right})
+            kind = type(wrong).__name__
+            text = f"{operation}: {name}={wrong!r} is a {kind}, which no option takes"
+            assert text in str(caught.value)
+            call(**rest | {name: right})
 
 
 @worlds(2)

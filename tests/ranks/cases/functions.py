@@ -140,6 +140,48 @@ def case_jax(world, dtype):
         tdx.all_reduce(x, out=x)
 
 
+@worlds(1, 2)
+def case_jax_while_it_traces(world):
+    """Copies refuse what has no values yet in the words of functions."""
+    needs("jax", world.backend)
+    device = jax_device(world)
+    import jax
+
+    y = world.zeros(4, "float32")
+
+    def traced(x):
+        for take in (tdx.all_reduce, world.array, y.copy_from, world.register):
+            with pytest.raises(InvalidArgument, match=r"cannot be called inside jax\.jit"):
+                take(x)
+        return x
+
+    jax.jit(traced)(jax.device_put(np.zeros(4, np.float32), device))
+
+
+@worlds(1, 2)
+def case_torch_parameters(world):
+    """Without gradients they are arrays like others, for copies too; with them all calls refuse
+    alike."""
+    needs("torch", world.backend)
+    import torch
+
+    given = everybody(world, (6, 10), "float32")
+    device = "cpu" if world.backend == "host" else f"cuda:{world.device.index}"
+    x = torch.nn.Parameter(torch.from_numpy(given[world.rank]).to(device))
+    y, turned = world.zeros((6, 10), "float32"), world.zeros((10, 6), "float32")
+    with torch.no_grad():
+        for take in (lambda x: x, lambda x: x.T):
+            result = tdx.all_reduce(take(x))
+            assert type(result) is torch.Tensor
+            assert_same_bits(result.cpu().numpy(), reduced([take(g) for g in given]))
+        assert_same_bits(world.array(x).numpy(), given[world.rank])
+        assert_same_bits(y.copy_from(x).numpy(), given[world.rank])
+        assert_same_bits(turned.copy_from(x.T).numpy(), given[world.rank].T)
+    for take in (tdx.all_reduce, world.array, y.copy_from, world.register):
+        with pytest.raises(InvalidArgument, match=r"requires a gradient.*torch\.no_grad"):
+            take(x)
+
+
 @worlds(2)
 def case_results_are_fresh(world):
     """A result is never overwritten by later calls; a plan's own buffer is."""

@@ -11,7 +11,7 @@
 int fakecuda_devices = 8;
 int fakecuda_version = 13000;
 int fakecuda_init_error = 0;   // what cuInit returns
-int fakecuda_peer_access = 1;  // whether GPUs reach each other's memory
+int fakecuda_peer_access = 1;  // GPUs so far apart, or a multiple, reach each other; 0: none do
 int fakecuda_identity = -1;    // of all GPUs; -1: each has its own
 int fakecuda_compute = 90;     // compute capability
 long fakecuda_memory = 8l << 30;  // bytes of device memory

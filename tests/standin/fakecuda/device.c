@@ -60,7 +60,7 @@ CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) {
 
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {
     ENTER("cuDeviceCanAccessPeer");
-    *can = fakecuda_peer_access && device != peer;
+    *can = fakecuda_peer_access && device != peer && !((device - peer) % fakecuda_peer_access);
     DONE(CUDA_SUCCESS);
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -198,6 +198,12 @@ class HostDriver(HostMemory):
 
     def capture_end(self, stream: int) -> int:
         return self.device.capture_end(stream)
+
+    def using(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def wait_elsewhere(self, index: int, stream: int) -> None:
+        raise NotImplementedError  # memory of a GPU is refused before
 
     def owns(self, stream: int) -> bool:
         return stream in self.device.streams
