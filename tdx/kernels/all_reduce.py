@@ -8,10 +8,9 @@ one_shot     Each rank copies its array into a symmetric slot, all meet block by
              after every other has finished reading in call n, because each call meets all.
 low_latency  Each rank pushes its array to all others as 64-bit words, 4 bytes of data and 4 of
              flag (the epoch), and reads what the others pushed. 2 * (W - 1) * S bytes out, one
-             hop and no meeting: the data is its own signal. The protocol is that of NCCL's LL.
-             Two slots in turn, as above: a word holds the flag of two calls before, never the one
-             waited for, also where epochs wrap to the 0 that fresh memory holds. Up to 16 ranks,
-             types of 2 and 4 bytes, 4 MiB.
+             hop and no meeting: the data is its own signal, as in NCCL's LL. Two slots in turn, as
+             above: a word holds the flag of two calls before, never the one waited for, also where
+             epochs wrap to the 0 of fresh memory. Up to 16 ranks, 4 MiB, types of 2 and 4 bytes.
 two_shot     Rank r reduces shard r and pushes the result to all: 2 * (W - 1) / W * S bytes out, two
              hops; and low_latency_two_shot, the same in words with flags. See two_shot.py.
 
@@ -47,6 +46,7 @@ from tdx.kernels.reduction import (
     widen,
 )
 from tdx.kernels.select import (
+    STAGING_BYTES,
     block_elements,
     cheapest,
     check_low_latency,
@@ -347,12 +347,14 @@ def _cheapest(backend: str, numel: int, dtype: np.dtype, travels: np.dtype, rank
     if ranks == 1:
         return "two_shot"  # which reads the own part where it is
     peers = ranks - 1
-    sent = {"one_shot": peers * whole, "two_shot": peers * (whole + results) / ranks}
+    sent = {"two_shot": peers * (whole + results) / ranks}
+    if 2 * whole <= STAGING_BYTES:  # the slots of one_shot
+        sent["one_shot"] = peers * whole
     if takes_low_latency(whole, ranks, (dtype,)):
         sent["low_latency"] = 2 * peers * whole
     if takes_low_latency(whole, ranks, (dtype, travels)):
         sent["low_latency_two_shot"] = 2 * peers * (whole + results) / ranks
-    return cheapest(backend, sent)
+    return cheapest(backend, sent, ranks)
 
 
 def all_reduce(

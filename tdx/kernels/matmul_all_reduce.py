@@ -114,7 +114,7 @@ class MatmulAllReduce(ReducedProduct):
             if size > 1 and fits and not few and owned >= limits.summed_bytes:
                 algorithm = "copy_engine"
             else:
-                algorithm = "one_shot" if size == 1 else cheapest(backend, sent)
+                algorithm = "one_shot" if size == 1 else cheapest(backend, sent, size)
         self.same_tile = algorithm in sent
         if algorithm == "copy_engine":
             check_fused(config, algorithm, limits.gathered_rows)

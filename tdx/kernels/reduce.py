@@ -134,7 +134,7 @@ class Reduce(Plan):
             sent = {"two_shot": (ranks - 1) * (nbytes + results) / ranks}
             if takes_low_latency(nbytes, ranks, (self.dtype,)):
                 sent["low_latency"] = 2 * (ranks - 1) * nbytes
-            algorithm = cheapest(backend, sent)
+            algorithm = cheapest(backend, sent, ranks)
         if algorithm == "low_latency":
             return Config(algorithm, low_latency_elements(backend, self._numel, size))
         return Config(algorithm, *shard_block(backend, -(-self._numel // ranks), size, ranks))

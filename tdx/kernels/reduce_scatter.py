@@ -230,7 +230,7 @@ class ReduceScatter(Plan):
             sent = {"push": (ranks - 1) * self._shard * size}
             if takes_low_latency(self._shard * size * ranks, ranks, (self.dtype,)):
                 sent["low_latency"] = 2 * sent["push"]
-            algorithm = cheapest(backend, sent)
+            algorithm = cheapest(backend, sent, ranks)
         if algorithm == "low_latency":
             return Config(algorithm, low_latency_elements(backend, self._shard, size))
         block, warps = shard_block(backend, self._shard, size, ranks, passes_on=False)

@@ -40,21 +40,27 @@ def _rounded(
 
 
 @triton.jit
-def _load_row(source, columns, PIECES: tl.constexpr, BLOCK: tl.constexpr):
+def _load_row(source, columns, when, PIECES: tl.constexpr, BLOCK: tl.constexpr):
     """A row as a tuple of pieces, filled up with 0."""
     row = ()
     for piece in tl.static_range(PIECES):
         at = piece * BLOCK + tl.arange(0, BLOCK)
-        row = row + (tl.load(source + at, mask=at < columns, other=0.0),)  # noqa: RUF005
+        row = row + (tl.load(source + at, mask=(at < columns) & when, other=0.0),)  # noqa: RUF005
     return row
 
 
 @triton.jit
 def _normalise(
     row, out, kept, weight, columns, when,
-    EPS: tl.constexpr, KEEP: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the norm of a row, given as a tuple of pieces of h, and with KEEP also h."""
+    """Store the norm of a row, given as a tuple of pieces of h, and with KEEP also h.
+
+    EARLY: the weight is loaded while the squares are added up, for which there are registers.
+    """
+    if EARLY:
+        factors = _load_row(weight, columns, True, PIECES, BLOCK)
     squares = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(PIECES):
         value = row[piece].to(tl.float32)
@@ -64,7 +70,10 @@ def _normalise(
     for piece in tl.static_range(PIECES):
         at = piece * BLOCK + tl.arange(0, BLOCK)
         mask = (at < columns) & when
-        factor = tl.load(weight + at, mask=at < columns, other=0.0).to(tl.float32)
+        if EARLY:
+            factor = factors[piece].to(tl.float32)
+        else:
+            factor = tl.load(weight + at, mask=at < columns, other=0.0).to(tl.float32)
         value = row[piece].to(tl.float32) * scale * factor
         tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
         if KEEP:
@@ -101,7 +110,7 @@ def one_shot_kernel(
                 row = row + (h,)  # noqa: RUF005 - Triton has no star
             _normalise(
                 row, out + begin, kept + begin, weight, columns, True,
-                EPS, HAS_RESIDUAL, PIECES, BLOCK,
+                EPS, HAS_RESIDUAL, PIECES == 1, PIECES, BLOCK,
             )  # fmt: skip
 
 
@@ -157,48 +166,118 @@ def low_latency_kernel(
             )  # fmt: skip
             tl.store(sums + begin + at, h, mask=mask & there)
         program_barrier()  # what is read now was stored by other threads
-        row = _load_row(sums + begin, columns, PIECES, BLOCK)
+        row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
         _normalise(
-            row, out + begin, kept + begin, weight, columns, there, EPS, False, PIECES, BLOCK
+            row, out + begin, kept + begin, weight, columns, there,
+            EPS, False, PIECES == 1, PIECES, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
-def _reduce_rows(
-    own, slot, size, mine, bias, residual, rows, columns, world,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+def _reduce_piece(
+    own, slot, size, mine, theirs, bias, residual, piece, columns, world,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr, KEPT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h of this block's rows, to all ranks: to the first hop while reducing."""
+    """h of a piece of a row, also stored at the next rank, and with KEPT here."""
+    at = piece * BLOCK + tl.arange(0, BLOCK)
+    mask = at < columns
+    total = sum_of_ranks(own, slot, size, at, mask, world, "sum", RANKS)
+    h = _rounded(
+        total, bias, residual, at, mask, mine.dtype.element_ty, HAS_BIAS, HAS_RESIDUAL
+    )  # fmt: skip
+    if RANKS > 1:
+        tl.store(theirs + at, h, mask=mask)
+    if KEPT:
+        tl.store(mine + at, h, mask=mask)
+    return h
+
+
+@triton.jit
+def _reduce_rows(
+    own, slot, size, mine, out, kept, weight, bias, residual, rows, columns, world,
+    EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
+    AT_ONCE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """h of this block's rows, to all ranks: to the first hop while reducing.
+
+    AT_ONCE: the own norms follow at once, so that their stores hide behind those to peers.
+    """
+    KEPT: tl.constexpr = RANKS > 2 or PIECES > 1 or not AT_ONCE
     me = tdl.rank(world)
     theirs = tdl.symm_at(mine, (me + 1) % RANKS, world)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         begin = tl.cast(index, tl.int64) * columns
         for piece in range(PIECES):
-            at = piece * BLOCK + tl.arange(0, BLOCK)
-            mask = at < columns
-            total = sum_of_ranks(own + begin, slot + begin, size, at, mask, world, "sum", RANKS)
-            h = _rounded(
-                total, bias, residual + begin, at, mask, mine.dtype.element_ty,
-                HAS_BIAS, HAS_RESIDUAL,
+            h = _reduce_piece(
+                own + begin, slot + begin, size, mine + begin, theirs + begin, bias,
+                residual + begin, piece, columns, world, HAS_BIAS, HAS_RESIDUAL, RANKS, KEPT,
+                BLOCK,
             )  # fmt: skip
-            tl.store(theirs + begin + at, h, mask=mask)
-            tl.store(mine + begin + at, h, mask=mask)
+            if AT_ONCE and PIECES == 1:
+                _normalise(
+                    (h,), out + begin, kept + begin, weight, columns, True,
+                    EPS, HAS_RESIDUAL, False, PIECES, BLOCK,
+                )  # fmt: skip
+        if AT_ONCE and PIECES > 1:  # the registers hold no whole row beside all ranks' pieces
+            program_barrier()  # what is read now was stored by other threads
+            row = _load_row(mine + begin, columns, True, PIECES, BLOCK)
+            _normalise(
+                row, out + begin, kept + begin, weight, columns, True,
+                EPS, HAS_RESIDUAL, False, PIECES, BLOCK,
+            )  # fmt: skip
     program_barrier()  # what is pushed on was stored by other threads
     for hop in range(2, RANKS):
         _copy_rows(tdl.symm_at(mine, (me + hop) % RANKS, world), mine, rows, columns, BLOCK)
 
 
 @triton.jit
-def _normalise_rows(
-    source, out, kept, weight, rows, columns,
-    EPS: tl.constexpr, KEEP: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+def _place(
+    turn, me, size, columns, shard, first, rows, step, task,
+    OTHERS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Bring the norms of this block's rows of `source`, and with KEEP the rows, to the results."""
-    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
-        begin = tl.cast(index, tl.int64) * columns
-        row = _load_row(source + begin, columns, PIECES, BLOCK)
-        _normalise(row, out + begin, kept + begin, weight, columns, True, EPS, KEEP, PIECES, BLOCK)
+    """Of the block's row number `task`: where it is, in a slot from `turn` on and in the results,
+    and whether there is one.
+    """
+    peer = (me + RANKS - OTHERS + task % OTHERS) % RANKS
+    index = tl.program_id(0).to(tl.int64) + task // OTHERS * tl.num_programs(0)
+    there = index < part_length(peer, shard, rows, first, step)
+    return turn + peer * size + index * columns, (peer * shard + first + index) * columns, there
+
+
+@triton.jit
+def _normalise_rows(
+    results, turn, out, kept, weight, me, size, rows, columns, shard, first, step,
+    EPS: tl.constexpr, KEEP: tl.constexpr, OTHERS: tl.constexpr, RANKS: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bring the norms of this block's rows of the OTHERS last hops, and with KEEP the rows, to the
+    results: those of a step that begins at row `first` of each shard and is in the slot at `turn`.
+
+    A row of one piece is loaded while the one before is worked on.
+    """
+    AHEAD: tl.constexpr = PIECES == 1  # there are registers for two rows
+    mine = tl.cdiv(tl.maximum(step - tl.program_id(0), 0), tl.num_programs(0))
+    tasks = mine * OTHERS
+    if AHEAD:
+        source, to, there = _place(
+            turn, me, size, columns, shard, first, rows, step, 0, OTHERS, RANKS
+        )
+        row = _load_row(results + source, columns, there & (tasks > 0), PIECES, BLOCK)
+    for task in range(0, tasks):
+        source, place, more = _place(
+            turn, me, size, columns, shard, first, rows, step, task + AHEAD, OTHERS, RANKS
+        )
+        following = _load_row(
+            results + source, columns, more & (task + AHEAD < tasks), PIECES, BLOCK
+        )
+        if not AHEAD:
+            row, to, there = following, place, more
+        _normalise(
+            row, out + to, kept + to, weight, columns, there, EPS, KEEP, False, PIECES, BLOCK
+        )
+        if AHEAD:
+            row, to, there = following, place, more
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -210,8 +289,11 @@ def two_shot_kernel(
 ):  # fmt: skip
     """Push step s, reduce step s - 1, normalise step s - 2: `step` of a shard's rows at a time.
 
-    `signals` is as in two_shot.py. A slot has a place of `step` rows for each rank.
+    Own rows of a single step are normalised as they are reduced; of several, peers wait for the
+    next ones. `signals` is as in two_shot.py. A slot has a place of `step` rows for each rank.
     """
+    AT_ONCE: tl.constexpr = SLOTS == 2
+    OTHERS: tl.constexpr = RANKS - 1 if AT_ONCE else RANKS
     columns = known(columns, EVEN)
     size = tl.cast(step, tl.int64) * columns
     me = tdl.rank(world).to(tl.int64)
@@ -237,20 +319,18 @@ def two_shot_kernel(
             ok = tdl.wait_all(pushed, RANKS, world, now) & ok
             if ok:
                 _reduce_rows(
-                    x + row * columns, staging + turn, size, results + turn + me * size, bias,
+                    x + row * columns, staging + turn, size, results + turn + me * size,
+                    out + row * columns, kept + row * columns, weight, bias,
                     residual + row * columns, count, columns, world,
-                    HAS_BIAS, HAS_RESIDUAL, RANKS, PIECES, BLOCK,
+                    EPS, HAS_BIAS, HAS_RESIDUAL, RANKS, AT_ONCE, PIECES, BLOCK,
                 )  # fmt: skip
             notify_ranks(reduced, world, now, ok)
         if s >= 2:
             turn = ((now - 2) & (SLOTS - 1)).to(tl.int64) * RANKS * size
             ok = tdl.wait_all(reduced, RANKS, world, now - 1) & ok
-            if ok:
-                for hop in range(0, RANKS):
-                    peer = (me + hop) % RANKS
-                    row = peer * shard + (s - 2) * step
-                    count = part_length(peer, shard, rows, (s - 2) * step, step)
+            if OTHERS > 0:  # noqa: SIM102  # this alone is known to the compiler
+                if ok:
                     _normalise_rows(
-                        results + turn + peer * size, out + row * columns, kept + row * columns,
-                        weight, count, columns, EPS, HAS_RESIDUAL, PIECES, BLOCK,
+                        results, turn, out, kept, weight, me, size, rows, columns, shard,
+                        (s - 2) * step, step, EPS, HAS_RESIDUAL, OTHERS, RANKS, PIECES, BLOCK,
                     )  # fmt: skip

@@ -11,36 +11,13 @@ import numpy as np
 from tdx.runtime.errors import InvalidArgument, Unsupported
 
 __all__ = [
-    "CONSTANTS",
-    "COSTS",
-    "LOW_LATENCY_BYTES",
-    "MOST_WARPS",
-    "MOVEMENT",
-    "STAGING_BYTES",
-    "Constants",
-    "Cost",
-    "Movement",
-    "block_bytes",
-    "block_elements",
-    "broadcast_round_bytes",
-    "cheapest",
-    "check_low_latency",
-    "constants",
-    "engines_us",
-    "follows",
-    "gather_algorithm",
-    "gather_chunks",
-    "low_latency_elements",
-    "low_latency_words",
-    "movement_algorithm",
-    "power_of_two",
-    "push_block",
-    "push_tile",
-    "row_block",
-    "shard_block",
-    "shared_bytes",
+    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "STAGING_BYTES",
+    "Constants", "Cost", "Movement", "block_bytes", "block_elements", "broadcast_round_bytes",
+    "cheapest", "check_low_latency", "constants", "engines_us", "follows", "gather_algorithm",
+    "gather_chunks", "low_latency_elements", "low_latency_words", "movement_algorithm",
+    "power_of_two", "push_block", "push_tile", "row_block", "shard_block", "shared_bytes",
     "takes_low_latency",
-]
+]  # fmt: skip
 
 # what words of data and flag are for; of all ranks' blocks slots take 4 * W times the bytes
 LOW_LATENCY_BYTES, LOW_LATENCY_RANKS = 4 << 20, 16
@@ -150,18 +127,21 @@ STAGING_BYTES = 64 << 20  # most memory of a plan for slots that large arrays pa
 
 @dataclass(frozen=True)
 class Cost:
-    """What a reduction costs: `us` microseconds, and one for each `bytes_per_us` bytes sent."""
+    """What a reduction costs: `us` microseconds, `peer_us` for each peer, and one for each
+    `bytes_per_us` bytes sent.
+    """
 
     us: float
     bytes_per_us: float
+    peer_us: float = 0
 
 
 # Of 2 and 4 x H200 with NVLink (18 links each) in a graph, bfloat16; of 4 ranks on 2 cores.
 _H200 = {
     "low_latency": Cost(2.4, 290e3),
     "low_latency_two_shot": Cost(3.2, 320e3),
-    "one_shot": Cost(5.7, 295e3),
-    "two_shot": Cost(9.0, 364e3),
+    "one_shot": Cost(5.4, 295e3),
+    "two_shot": Cost(5.8, 360e3, 1.2),
     "push": Cost(5.0, 350e3),
     "norm_one_shot": Cost(10.0, 295e3),
     "norm_two_shot": Cost(16.0, 318e3),
@@ -177,10 +157,14 @@ COSTS: dict[str, dict[str, Cost]] = {
 }  # fmt: skip
 
 
-def cheapest(backend: str, sent: Mapping[str, float]) -> str:
+def cheapest(backend: str, sent: Mapping[str, float], ranks: int) -> str:
     """The algorithm that takes least time, of those for which `sent` has the bytes a rank sends."""
-    costs = COSTS[backend]
-    return min(sent, key=lambda name: costs[name].us + sent[name] / costs[name].bytes_per_us)
+
+    def us(name: str) -> float:
+        cost = COSTS[backend][name]
+        return cost.us + cost.peer_us * (ranks - 1) + sent[name] / cost.bytes_per_us
+
+    return min(sent, key=us)
 
 
 @dataclass(frozen=True)
@@ -288,6 +272,8 @@ def shard_block(
     most = (8 << 10 if ranks <= 4 else 4 << 10) if itemsize <= 2 else (8 << 10) // itemsize
     spread = power_of_two(-(-shard // 128))
     block = min(most, max((4 << 10) // itemsize, spread))
+    if passes_on and itemsize <= 2 and ranks == 2 and shard <= 4 << 20:
+        block = min(block, 4 << 10)
     threads = 512 if block == most else 256
     return block, threads // wave
 
@@ -301,8 +287,9 @@ def row_block(
         return whole, 8
     # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or 2 words
     many = words and ranks > 4  # so many words need the registers of two threads
-    threads = 256 if many or columns * itemsize <= 4 << 10 else 512
-    piece = (8 if words else 32) // (1 if ranks <= 4 else 2)
+    few = ranks <= 2 and not words  # and here fewer threads, which meet for each row, are faster
+    threads = 256 if many or few or columns * itemsize <= 4 << 10 else 512
+    piece = (8 if words else 64 if few else 32) // (1 if ranks <= 4 else 2)
     return min(whole, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.aot.harness import AMD, Job
 
-__all__ = ["CASES", "DESCRIBED", "FLOAT8", "PRODUCTS", "job"]
+__all__ = ["CASES", "DESCRIBED", "FLOAT8", "PRODUCTS", "job", "product_job"]
 
 POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "float64": "*fp64", "int32": "*i32",
            "float8_e4m3fn": "*fp8e4nv"}  # fmt: skip
@@ -229,7 +229,8 @@ CASES = {
     "words-scatter-bf16": _shards("reduce_scatter.low_latency_kernel", "bfloat16"),
     "norm-one_shot": _norm("one_shot", "bfloat16"),
     "norm-one_shot-fp32-odd": _norm("one_shot", "float32", 5001, HAS_RESIDUAL=False),
-    "norm-two_shot": _norm("two_shot", "bfloat16"),
+    "norm-two_shot": _norm("two_shot", "bfloat16", SLOTS=2),
+    "norm-two_shot-2": _norm("two_shot", "bfloat16", ranks=2, SLOTS=2),
     "norm-two_shot-8": _norm("two_shot", "bfloat16", ranks=8),
     "words-norm-bf16": _norm("low_latency", "bfloat16"),
     "words-norm-fp32": _norm("low_latency", "float32", 4096, 8),
@@ -381,10 +382,17 @@ PRODUCTS |= FLOAT8 | DESCRIBED
 def job(case: str, target: str) -> Job:
     """A case on a target."""
     if case in CASES:
-        kernel, types, constants, options = CASES[case]
-    else:
-        name, dtype, chosen = PRODUCTS[case]
-        kernel, types, constants, options = _product(name, dtype, target, **chosen)
+        return _job(*CASES[case], target)
+    name, dtype, chosen = PRODUCTS[case]
+    return product_job(name, dtype, target, **chosen)
+
+
+def product_job(kernel: str, dtype: str, target: str, **chosen) -> Job:
+    """A kernel with a product on a target, as `_product` has it."""
+    return _job(*_product(kernel, dtype, target, **chosen), target)
+
+
+def _job(kernel: str, types, constants, options, target: str) -> Job:
     if target in AMD and options["num_warps"] == 16:
         options = {**options, "num_warps": 8}  # as many threads: waves are twice as wide
     module, name = kernel.split(".")

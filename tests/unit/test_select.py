@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tdx.kernels import all_reduce_rms_norm
+from tdx.kernels import all_reduce, all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.gathering_product import one_kernel, senders_of
@@ -128,12 +128,12 @@ def test_the_cheapest_algorithm_follows_the_size():
             "low_latency": 6 * nbytes, "low_latency_two_shot": 3 * nbytes,
             "one_shot": 3 * nbytes, "two_shot": 1.5 * nbytes,
         }  # fmt: skip
-        return cheapest("cuda", sent)
+        return cheapest("cuda", sent, 4)
 
     assert chosen(4 << 10) == "low_latency"
     assert chosen(256 << 10) == "low_latency_two_shot"
     assert chosen(4 << 20) == "two_shot"
-    assert cheapest("cuda", {"one_shot": 1e3}) == "one_shot"
+    assert cheapest("cuda", {"one_shot": 1e3}, 4) == "one_shot"
     assert all(set(COSTS[backend]) == set(COSTS["cuda"]) for backend in CONSTANTS)
 
 
@@ -150,6 +150,31 @@ def test_norms_of_two_ranks_stay_in_one_shot_longer():
     assert chosen(2048, 4096, 4) == "two_shot"
     assert chosen(2048, 4096, 1) == "one_shot"
     assert chosen(8192, 8192, 1) == "two_shot"
+
+
+@pytest.mark.parametrize("backend", CONSTANTS)
+@pytest.mark.parametrize(
+    ("kind", "travels"),
+    [("bfloat16", "float32"), ("float8_e5m2", "float32"), ("float64", "float32"),
+     ("bfloat16", "bfloat16")],
+)  # fmt: skip
+def test_slots_of_one_shot_are_bounded(backend, kind, travels):
+    """Also where results are wider than inputs (out_dtype, bias), so that two shots send more."""
+    dtype, wide = dtypes.resolve(kind), dtypes.resolve(travels)
+    most = STAGING_BYTES // 2 // dtype.itemsize
+    for ranks in (1, 2, 3, 4, 8):
+        for numel in (most + 1, 2 * most, 1 << 31, 1 << 36):
+            assert all_reduce.choose(backend, numel, dtype, wide, ranks).algorithm == "two_shot"
+    asked = all_reduce.choose(backend, 2 * most, dtype, wide, 2, "one_shot")
+    assert asked.algorithm == "one_shot"
+
+
+def test_wider_results_keep_two_ranks_in_one_shot():
+    """As the figures of H200s say, up to the bound."""
+    kinds = dtypes.resolve("bfloat16"), dtypes.resolve("float32")
+    sizes = (1 << 10, 4 << 20, 16 << 20, (16 << 20) + 1)
+    found = [all_reduce.choose("cuda", size, *kinds, 2).algorithm for size in sizes]
+    assert found == ["low_latency", "one_shot", "one_shot", "two_shot"]
 
 
 @pytest.mark.parametrize("backend", CONSTANTS)
