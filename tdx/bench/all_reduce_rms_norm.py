@@ -14,6 +14,7 @@ import numpy as np
 
 import tdx
 from tdx.kernels.select import LOW_LATENCY_BYTES
+from tdx.tools.collectives import algorithm_of
 from tdx.tools.reference import Matrix, Result, sample
 from tdx.tools.timing import host_time
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("low_latency", "one_shot", "two_shot")
 COLUMNS = (
-    "M", "N", "nccl+library", "all_reduce", *ALGORITHMS, "chosen", "cost", "floor", "% of floor",
-    "ratio",
+    "M", "N", "nccl+library", "all_reduce", *ALGORITHMS, "chosen", "algorithm", "gap", "cost",
+    "floor", "% of floor", "ratio",
 )  # fmt: skip
 _LIMITS = {"low_latency": LOW_LATENCY_BYTES, "one_shot": 16 << 20}
 _EPS = 1e-6
@@ -56,7 +57,7 @@ def _row(bench: Bench, m: int, n: int) -> dict[str, Any]:
     alone = partial(tdx.AllReduce(world, (m, n), dtype), x, reduced)
     compared.ours("all_reduce", alone, Result(reduced, lines, columns, total[:, columns]))
     make = partial(tdx.AllReduceRmsNorm, world, (m, n), dtype, residual=True, eps=_EPS)
-    for algorithm in (*ALGORITHMS, None):
+    for algorithm in bench.algorithms(ALGORITHMS):
         if x.nbytes > _LIMITS.get(algorithm or "", x.nbytes):
             continue
         plan = bench.plan(row, algorithm, make)
@@ -67,6 +68,6 @@ def _row(bench: Bench, m: int, n: int) -> dict[str, Any]:
     compared.time()
     row["cost"] = row["chosen"] / row["all_reduce"]
     sent = 2 * (world.size - 1) / world.size * x.nbytes
-    bench.rate(row, ("chosen",), ("nccl+library",), sent)
-    row["chosen_host"] = host_time(world, fused)
+    bench.rate(row, ALGORITHMS, ("nccl+library",), sent)
+    row["algorithm"], row["chosen_host"] = algorithm_of(plan), host_time(world, fused)
     return row

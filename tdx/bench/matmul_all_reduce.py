@@ -2,7 +2,8 @@
 
 Each rank has its own A (M, K) and B (K, N), and gets the sum over ranks of their products.
 `library` is torch.mm alone, `matmul` ours; then sequences of a product and an all-reduce, of which
-`symm+library` is with PyTorch's two-shot all-reduce, and ours in one, by algorithm.
+`symm+library` is with PyTorch's two-shot all-reduce, and ours in one. Operands of float8 have
+scales, and torch._scaled_mm multiplies them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tdx
 from tdx.kernels.matmul_all_reduce import ALGORITHMS
+from tdx.tools.collectives import algorithm_of
 from tdx.tools.reference import Summands
 from tdx.tools.timing import host_time
 
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 
 SEQUENCES = ("nccl+library", "symm+library", "tdx+library", "tdx+matmul")
 COLUMNS = (
-    "M", "N", "K", "library", "matmul", *SEQUENCES, *ALGORITHMS, "chosen", "floor", "% of floor",
-    "ratio",
+    "M", "N", "K", "library", "matmul", *SEQUENCES, *ALGORITHMS, "chosen", "algorithm", "gap",
+    "floor", "% of floor", "ratio",
 )  # fmt: skip
 _ONE_SHOT_ROWS = 512
 
@@ -38,8 +40,8 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     a, b = summands.a, summands.b
     product, result = summands.product(), summands.total(0, m)
 
-    reduction = tdx.AllReduce(world, (m, n), dtype)
-    matmul = partial(tdx.matmul, a, b, out=product.out)
+    reduction = tdx.AllReduce(world, (m, n), product.out.dtype)
+    matmul = partial(tdx.matmul, a, b, out=product.out, **summands.scales)
     row: dict[str, Any] = {"M": m, "N": n, "K": k}
     compared = bench.comparison(row)
     peers = bench.peers.products
@@ -47,15 +49,15 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     compared.ours("matmul", matmul, product)
     compared.peers(peers.matmul_all_reduce(a, b, product.out, result.out, reduction), result)
     compared.ours("tdx+matmul", lambda: reduction(matmul(), result.out), result)
-    for algorithm in (*ALGORITHMS, None):
+    for algorithm in bench.algorithms(ALGORITHMS):
         if algorithm == "one_shot" and m > _ONE_SHOT_ROWS:
             continue
         plan = tdx.MatmulAllReduce(world, a.shape, b.shape, dtype, algorithm=algorithm)
-        fused = partial(plan, a, b, result.out)
+        fused = partial(plan, a, b, result.out, **summands.scales)
         compared.ours(algorithm or "chosen", fused, result)
     compared.time()
     sent = 2 * (world.size - 1) / world.size * result.out.nbytes
     alone = row.get("library", row["matmul"])
-    bench.rate(row, ("chosen",), SEQUENCES, sent, alone)
-    row["chosen_host"] = host_time(world, fused)
+    bench.rate(row, ALGORITHMS, SEQUENCES, sent, alone)
+    row["algorithm"], row["chosen_host"] = algorithm_of(plan), host_time(world, fused)
     return row

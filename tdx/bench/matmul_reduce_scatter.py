@@ -2,7 +2,8 @@
 
 Each rank has its own A (M, K) and B (K, N), and gets M / size rows of the sum over ranks.
 `library` is torch.mm alone, `matmul` ours; then sequences of a product and a reduce-scatter,
-PyTorch's async-TP, and ours in one, by algorithm.
+PyTorch's async-TP, and ours in one. Operands of float8 have scales, and torch._scaled_mm
+multiplies them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tdx
 from tdx.kernels.matmul_reduce_scatter import ALGORITHMS
 from tdx.kernels.select import takes_low_latency
+from tdx.tools.collectives import algorithm_of
 from tdx.tools.reference import Summands
 from tdx.tools.timing import host_time
 
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
 SEQUENCES = ("nccl+library", "tdx+library", "tdx+matmul")
 COLUMNS = (
-    "M", "N", "K", "library", "matmul", *SEQUENCES, "async_tp", *ALGORITHMS, "chosen", "floor",
-    "% of floor", "ratio",
+    "M", "N", "K", "library", "matmul", *SEQUENCES, "async_tp", *ALGORITHMS, "chosen", "algorithm",
+    "gap", "floor", "% of floor", "ratio",
 )  # fmt: skip
 _ONE_KERNEL_ROWS = 512  # nothing hides what more of them send
 
@@ -41,8 +43,8 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     product = summands.product()
     result = summands.total(world.rank * height, height)
 
-    scatter = tdx.ReduceScatter(world, (m, n), dtype)
-    matmul = partial(tdx.matmul, a, b, out=product.out)
+    scatter = tdx.ReduceScatter(world, (m, n), product.out.dtype)
+    matmul = partial(tdx.matmul, a, b, out=product.out, **summands.scales)
     row: dict[str, Any] = {"M": m, "N": n, "K": k}
     compared = bench.comparison(row)
     peers = bench.peers.products
@@ -50,7 +52,7 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     compared.ours("matmul", matmul, product)
     compared.peers(peers.matmul_reduce_scatter(a, b, product.out, result.out, scatter), result)
     compared.ours("tdx+matmul", lambda: scatter(matmul(), result.out), result)
-    for algorithm in (*ALGORITHMS, None):
+    for algorithm in bench.algorithms(ALGORITHMS):
         if algorithm == "one_kernel" and m > _ONE_KERNEL_ROWS:
             continue
         if algorithm == "low_latency" and not takes_low_latency(result.out.nbytes, world.size):
@@ -58,10 +60,10 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
         plan = tdx.MatmulReduceScatter(
             world, a.shape, b.shape, dtype, algorithm=algorithm, buffer=False
         )
-        call = partial(plan, a, b, result.out)
+        call = partial(plan, a, b, result.out, **summands.scales)
         compared.ours(algorithm or "chosen", call, result)
     compared.time()
     alone = row.get("library", row["matmul"])
-    bench.rate(row, ("chosen",), SEQUENCES, result.out.nbytes * (world.size - 1), alone)
-    row["chosen_host"] = host_time(world, call)
+    bench.rate(row, ALGORITHMS, SEQUENCES, result.out.nbytes * (world.size - 1), alone)
+    row["algorithm"], row["chosen_host"] = algorithm_of(plan), host_time(world, call)
     return row

@@ -1,10 +1,11 @@
 """`tdx bench OPERATION`: measure an operation, and its peers in the same run.
 
 Times are microseconds: the slowest rank's median, of calls replayed as a graph. Outputs are
-checked. `ratio` is the best peer's time over ours: above 1 is faster. `gap` is the time of the
-algorithm that is chosen over that of our fastest in the same row: 1 is the best, and what is below
-it is noise of two measurements of the same. Collectives are measured in symmetric and in foreign
-memory, where arrays of other frameworks lie.
+checked. Of ours what is taken if none is asked for is measured, `chosen`, which `algorithm` names;
+with --all-algorithms also each of them. `ratio` is the best peer's time over that chosen: above 1
+is faster. `gap` is the time of the chosen one over that of our fastest in the same row: 1 is the
+best, and what is below it is noise of two measurements of the same. Collectives are measured in
+symmetric and in foreign memory, where arrays of other frameworks lie.
 
 Products over ranks are compared with the product and the collective one after the other: the best
 such sequence is the peer, and the floor is the product alone where it takes longer than the links.
@@ -18,7 +19,7 @@ import json
 import pkgutil
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ _FLOOR_ARCH = "sm_90"
 _FLOOR_US = 2.2
 _LINK_BYTES_PER_US = 391e3
 _HOST_RANKS = 4
+_WIDTHS = {"what": 34, "algorithm": 22}  # of columns of text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="bfloat16", help="element type (default bfloat16)")
     parser.add_argument("--no-peers", action="store_true", help="measure tdx alone")
+    parser.add_argument(
+        "--all-algorithms",
+        action="store_true",
+        help="measure each algorithm of tdx as well as the one that is chosen, with the gap "
+        "between that and the fastest",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON as well")
     parser.add_argument("--plot", metavar="FILE", help="draw the times as PNG (needs matplotlib)")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -86,7 +94,8 @@ def main(args: argparse.Namespace) -> int:
         if getattr(args, name):
             options += [f"--{name}", getattr(args, name)]
     options += ["--shapes", *args.shapes] if args.shapes else []
-    options += ["--no-peers"] * args.no_peers + ["--markdown"] * args.markdown
+    for name in ("no_peers", "all_algorithms", "markdown"):
+        options += [f"--{name.replace('_', '-')}"] * getattr(args, name)
     if args.plot:
         plot.require()
         options += ["--plot", args.plot]
@@ -102,7 +111,10 @@ def _check(args: argparse.Namespace) -> None:
     from tdx.runtime import dtypes
     from tdx.tools import plot, presets
 
-    axis = importlib.import_module(f"tdx.bench.{args.operation}").COLUMNS[0]
+    module = importlib.import_module(f"tdx.bench.{args.operation}")
+    axis = module.COLUMNS[0]
+    if args.all_algorithms and not hasattr(module, "ALGORITHMS"):
+        raise InvalidArgument(f"--all-algorithms: {args.operation} has none to choose from")
     for name, wanted in (("sizes", "bytes"), ("shapes", "M"), ("preset", "M")):
         if getattr(args, name) and axis != wanted:
             raise InvalidArgument(f"--{name}: {args.operation} does not take it; see --help")
@@ -160,6 +172,12 @@ class Bench:
         usual = "tiny" if self.world.backend == "host" else "default"
         return presets.preset(self._args.preset or usual, operation, size)
 
+    def algorithms(self, names: Iterable[str]) -> Iterator[str | None]:
+        """Those to measure: with --all-algorithms `names`; last None, for what is chosen."""
+        if self._args.all_algorithms:
+            yield from names
+        yield None
+
     def calls(self, nbytes: int) -> int:
         """Calls a graph: fewer of large ones."""
         return max(2, min(50, (64 << 20) // max(1, nbytes)))
@@ -190,23 +208,26 @@ class Bench:
     def rate(
         self,
         row: dict[str, Any],
-        ours: Sequence[str],
-        peers: Sequence[str],
+        algorithms: Iterable[str],
+        peers: Iterable[str],
         sent: float = 0,
         alone: float = 0,
     ) -> None:
-        """Add `ratio`, the best peer over our best, and `floor` and how near to it we are.
+        """Add `gap`, `ratio`, and `floor` and how near to it what was chosen is.
 
-        The floor is what the links need for the `sent` bytes of each rank, or for one message, or
-        the `alone` microseconds of a product without communication.
+        `gap` is to the fastest of `algorithms` in the row. The floor is what the links need for
+        the `sent` bytes of each rank, or for one message, or the `alone` microseconds of a product
+        without communication.
         """
-        mine = [row[name] for name in ours if name in row]
-        theirs = [row[name] for name in peers if name in row]
-        if mine and theirs:
-            row["ratio"] = min(theirs) / min(mine)
-        if mine and self.world.device.arch == _FLOOR_ARCH and self.world.size > 1:
+        chosen = row["chosen"]
+        ours, theirs = ([row[n] for n in names if n in row] for names in (algorithms, peers))
+        if ours:
+            row["gap"] = chosen / min(ours)
+        if theirs:
+            row["ratio"] = min(theirs) / chosen
+        if self.world.device.arch == _FLOOR_ARCH and self.world.size > 1:
             row["floor"] = max(_FLOOR_US, sent / _LINK_BYTES_PER_US, alone)
-            row["% of floor"] = 100 * row["floor"] / min(mine)
+            row["% of floor"] = 100 * row["floor"] / chosen
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
@@ -249,16 +270,17 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"tdx.bench.{args.operation}")
     with tdx.init(backend=args.backend) as world:
         bench = Bench(world, args)
-        rows = []
+        rows, columns = [], _columns(module, args.all_algorithms)
         if world.rank == 0:
             print(_setting(world, bench), flush=True)
-            print(_heading(module.COLUMNS, args.markdown), flush=True)
+            print(_heading(columns, args.markdown), flush=True)
         for row in module.rows(bench):
             rows.append(row)
             if world.rank == 0:
-                print(_line(row, module.COLUMNS, args.markdown), flush=True)
+                print(_line(row, columns, args.markdown), flush=True)
         bench.peers.close()
-        notes = _notes(bench.peers.missing, module.COLUMNS, rows)
+        missing = [bench.peers.missing, *[bench.peers.products.missing] * ("library" in columns)]
+        notes = _notes("; ".join(filter(None, missing)), columns, rows)
         if world.rank == 0:
             print("".join(f"\n{note}" for note in notes), end="\n" * bool(notes), flush=True)
         if world.rank == 0 and args.json:
@@ -282,8 +304,14 @@ def _setting(world: Any, bench: Bench) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def _columns(module: Any, all_algorithms: bool) -> list[str]:
+    """What is printed of a row: what only --all-algorithms measures is left out without it."""
+    more = () if all_algorithms else (*getattr(module, "ALGORITHMS", ()), "gap")
+    return [name for name in module.COLUMNS if name not in more]
+
+
 def _widths(columns: Sequence[str]) -> list[int]:
-    return [34 if name == "what" else max(12, len(name) + 2) for name in columns]
+    return [_WIDTHS.get(name) or max(12, len(name) + 2) for name in columns]
 
 
 def _heading(columns: Sequence[str], markdown: bool) -> str:
@@ -297,9 +325,11 @@ def _notes(missing: str, columns: Sequence[str], rows: Sequence[dict[str, Any]])
     notes = []
     theirs = {name for name in columns if "nccl" in name}
     if missing and theirs and not any(theirs & row.keys() for row in rows):
-        note = f"nothing to compare with ({missing}): those columns are empty"
-        own = "; floor and ratio are with tdx's own matmul" if "library" in columns else ""
-        notes.append(note + own)
+        library = any("library" in row for row in rows)
+        what = "no collectives to compare with" if library else "nothing to compare with"
+        alone = "library" in columns and not library
+        own = "; floor and ratio are with tdx's own matmul" if alone else ""
+        notes.append(f"{what} ({missing}): those columns are empty{own}")
     found: dict[tuple[str, str], dict[str, None]] = {}  # of one size there may be several rows
     for row in rows:
         shape = ",".join(str(row[axis]) for axis in ("bytes", *"MNK") if axis in row)

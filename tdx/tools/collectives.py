@@ -1,4 +1,4 @@
-"""Rows of the benches of collectives: every algorithm, in symmetric memory and in other memory."""
+"""Rows of the benches of collectives: algorithms in symmetric memory and in other memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tdx.tools.timing import device_time, host_time
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
-__all__ = ["Collective", "columns", "summands"]
+__all__ = ["Collective", "algorithm_of", "columns", "summands"]
 
 _PAGE = (1 << 20) + 13  # odd, so that parts of an array differ
 
@@ -22,8 +22,14 @@ _PAGE = (1 << 20) + 13  # odd, so that parts of an array differ
 def columns(peers: Sequence[str], algorithms: Sequence[str]) -> tuple[str, ...]:
     """What a row holds, in order."""
     return (
-        "bytes", "memory", *peers, *algorithms, "chosen", "gap", "floor", "ratio", "% of floor",
+        "bytes", "memory", *peers, *algorithms, "chosen", "algorithm", "gap", "floor", "ratio",
+        "% of floor",
     )  # fmt: skip
+
+
+def algorithm_of(plan: Any) -> str:
+    """What a plan runs; plans of reductions have it in their config."""
+    return str(plan.algorithm if hasattr(plan, "algorithm") else plan.config.algorithm)
 
 
 @dataclass(frozen=True)
@@ -72,21 +78,13 @@ class Collective:
         out = None if symmetric else world.empty(self.expected.shape, x.dtype, symmetric=False)
         row: dict[str, Any] = {"bytes": self.nbytes, "memory": memory, **peers}
         make = partial(self.make, buffer=symmetric)
-        for algorithm in self.algorithms:
+        for algorithm in bench.algorithms(self.algorithms):
             plan = bench.plan(row, algorithm, make)
             if plan is not None:
-                self._measure(bench, row, algorithm, partial(plan, x, out), out)
-        plan = bench.plan(row, None, make)
-        chosen = getattr(plan, "algorithm", "chosen")
-        if chosen == "chosen":
-            self._measure(bench, row, chosen, partial(plan, x, out), out)
-        else:
-            row["chosen"] = chosen
-        best = min((row[name] for name in self.algorithms if name in row), default=None)
-        if best is not None:
-            row["gap"] = row[chosen] / best
+                self._measure(bench, row, algorithm or "chosen", partial(plan, x, out), out)
+        row["algorithm"] = algorithm_of(plan)
         theirs = [name for name in peers if name != "failed"]
-        bench.rate(row, ours=(chosen,), peers=theirs, sent=self.sent)
+        bench.rate(row, self.algorithms, theirs, self.sent)
         return row
 
     def _measure(

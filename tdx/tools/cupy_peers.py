@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tdx.tools.peers import Makers, TimedPeers
 from tdx.tools.timing import recorded
 
 if TYPE_CHECKING:
+    from tdx.runtime.array import Array
     from tdx.runtime.world import World
 
 __all__ = ["CupyPeers", "unique_id"]
@@ -50,32 +52,24 @@ class CupyPeers(TimedPeers):
 
     def all_reduce(self, values: np.ndarray) -> dict[str, Any]:
         def make() -> Callable[[], None]:
-            x, kind = self._array(values), self._kind(values.dtype)
-            total = self._nccl.NCCL_SUM
-            return lambda: self._comm.allReduce(
-                x.data_ptr(), x.data_ptr(), x.size, kind, total, self._stream
-            )
+            x = self._array(values)
+            return partial(self.reduced, x, x)
 
         return self._nccl_times(make)
 
     def reduce_scatter(self, values: np.ndarray) -> dict[str, Any]:
         def make() -> Callable[[], None]:
-            x, kind = self._array(values), self._kind(values.dtype)
-            count, total = x.size // self._world.size, self._nccl.NCCL_SUM
-            out = self._world.empty(count, x.dtype, symmetric=False)
-            return lambda: self._comm.reduceScatter(
-                x.data_ptr(), out.data_ptr(), count, kind, total, self._stream
-            )
+            x = self._array(values)
+            out = self._world.empty(x.size // self._world.size, x.dtype, symmetric=False)
+            return partial(self.scattered, x, out)
 
         return self._nccl_times(make)
 
     def all_gather(self, values: np.ndarray) -> dict[str, Any]:
         def make() -> Callable[[], None]:
-            x, kind = self._array(values), self._nccl.NCCL_UINT8
+            x = self._array(values)
             out = self._world.empty(self._world.size * x.size, x.dtype, symmetric=False)
-            return lambda: self._comm.allGather(
-                x.data_ptr(), out.data_ptr(), x.size, kind, self._stream
-            )
+            return partial(self.gathered, x, out)
 
         return self._nccl_times(make)
 
@@ -105,6 +99,21 @@ class CupyPeers(TimedPeers):
 
         return self._nccl_times(make)
 
+    def reduced(self, x: Array, out: Array) -> None:
+        """Queue the sum of all ranks' x to out, which may be x."""
+        kind, total = self._kind(x.dtype), self._nccl.NCCL_SUM
+        self._comm.allReduce(x.data_ptr(), out.data_ptr(), x.size, kind, total, self._stream)
+
+    def scattered(self, x: Array, out: Array) -> None:
+        """Queue this rank's part of that sum to out."""
+        kind, total = self._kind(x.dtype), self._nccl.NCCL_SUM
+        self._comm.reduceScatter(x.data_ptr(), out.data_ptr(), out.size, kind, total, self._stream)
+
+    def gathered(self, x: Array, out: Array) -> None:
+        """Queue all ranks' x to out, as bytes."""
+        kind = self._nccl.NCCL_UINT8
+        self._comm.allGather(x.data_ptr(), out.data_ptr(), x.nbytes, kind, self._stream)
+
     def recorded(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
         for _ in range(3):
             call()
@@ -118,6 +127,7 @@ class CupyPeers(TimedPeers):
         return replay
 
     def close(self) -> None:
+        super().close()
         self._comm.destroy()
 
     @property

@@ -1,8 +1,7 @@
 """What others offer, measured in the same process and run: NCCL and symmetric memory of PyTorch.
 
-PyTorch is only used when it is installed; without it CuPy's NCCL is, and without both, or off the
-GPU, every peer is left out. A peer that fails is left out of the times, and named with its reason
-under "failed".
+PyTorch is only used when it is installed; without it CuPy's NCCL and cuBLAS are, as far as they are
+there. A peer that fails is left out of the times, and named with its reason under "failed".
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tdx.tools.comparison import attempt, shared_reason
-from tdx.tools.product_peers import Products, TorchProducts
+from tdx.tools.product_peers import CublasProducts, Products, TorchProducts
 from tdx.tools.timing import replay_time
 
 if TYPE_CHECKING:
@@ -30,14 +29,14 @@ Makers = dict[str, Callable[[], Callable[[], Any]]]  # by name what gives a call
 
 
 class Peers:
-    """No peers: what is measured with neither PyTorch nor CuPy, or without a GPU.
+    """No collectives of others: what there is with neither PyTorch nor CuPy, or without a GPU.
 
     Attributes
     ----------
     names : str
         What there is, with versions.
     missing : str
-        Why there is nothing.
+        What there is not, and why.
     products : Products
     """
 
@@ -68,7 +67,8 @@ class Peers:
         return {}
 
     def close(self) -> None:
-        """End the peers' own communicators."""
+        """End the peers' own communicators and libraries."""
+        self.products.close()
 
 
 class TimedPeers(Peers):
@@ -213,11 +213,30 @@ def open_peers(world: World) -> Peers:
         return Peers("one rank has none")
     missing = shared_reason(world, "PyTorch", _no_torch())
     if missing:
-        return _cupy_peers(world, missing)
+        return _without_torch(world, missing)
     port = str(_free_port() if world.rank == 0 else 0)
     port = world.channels.allgather(port.encode(), "peers' port")[0].decode()
     peers, reason = attempt(world, "peers", lambda: TorchPeers(world, int(port)))
     return Peers(f"PyTorch does not start: {reason}") if reason else peers
+
+
+def _without_torch(world: World, missing: str) -> Peers:
+    """CuPy's NCCL and cuBLAS, as far as they are there."""
+    from tdx.runtime.driver.cuda_device import cu
+    from tdx.tools.cublas import Cublas, load
+    from tdx.tools.cupy_peers import CupyPeers
+
+    peers = _cupy_peers(world, missing)
+    cublas, reason = attempt(
+        world, "cuBLAS", lambda: Cublas(world, load(int(cu.CUDA_VERSION) // 1000))
+    )
+    if reason:
+        peers.products.missing = reason
+    else:
+        nccl = peers if isinstance(peers, CupyPeers) else None
+        peers.products = CublasProducts(world, cublas, nccl)
+        peers.names = ", ".join(filter(None, (peers.names, cublas.name)))
+    return peers
 
 
 def _cupy_peers(world: World, missing: str) -> Peers:

@@ -1,8 +1,10 @@
-"""Ways to products over ranks that PyTorch offers: its matmul with a collective, and async-TP.
+"""Ways to products over ranks of others: a library's matmul with a collective, and async-TP.
 
-A way has the name of its column: `library` is torch.mm alone, `nccl+library` with a collective of
-NCCL, `tdx+library` with one of tdx, `symm+library` with one of PyTorch's symmetric memory.
-`async_tp` is PyTorch's own overlapped product; it is called eagerly.
+A way has the name of its column: `library` is torch.mm alone, or without PyTorch cuBLAS's,
+`nccl+library` with a collective of NCCL, `tdx+library` with one of tdx, `symm+library` with one of
+PyTorch's symmetric memory.
+`async_tp` is PyTorch's own overlapped product; it is called eagerly. Operands of float8 are
+multiplied by torch._scaled_mm, with the scales of reference.py.
 """
 
 from __future__ import annotations
@@ -12,18 +14,33 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tdx.tools.comparison import Way
+from tdx.tools.reference import FLOAT8, SCALES
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
+    from tdx.runtime.world import World
+    from tdx.tools.cublas import Cublas
+    from tdx.tools.cupy_peers import CupyPeers
     from tdx.tools.peers import TorchPeers
 
-__all__ = ["Makers", "Products", "TorchProducts"]
+__all__ = ["CublasProducts", "Makers", "Products", "TorchProducts"]
 
 Makers = dict[str, Callable[[], Way]]
 
 
 class Products:
-    """None: what there is without PyTorch or without a GPU."""
+    """None: what there is with neither PyTorch nor cuBLAS, or without a GPU.
+
+    Attributes
+    ----------
+    missing : str
+        Why there is no library's product, where `Peers.missing` does not say it.
+    """
+
+    missing = ""
+
+    def close(self) -> None:
+        """Give back what they hold."""
 
     def matmul(self, a: Array, b: Array, out: Array) -> Makers:
         """The product alone, a (M, K) . b (K, N) to out (M, N)."""
@@ -52,6 +69,65 @@ class Products:
         return {}
 
 
+class CublasProducts(Products):
+    """With cuBLAS; `nccl`: what has NCCL's collectives, or None."""
+
+    def __init__(self, world: World, cublas: Cublas, nccl: CupyPeers | None):
+        self._world, self._cublas, self._nccl = world, cublas, nccl
+
+    def close(self) -> None:
+        self._cublas.close()
+
+    def matmul(self, a: Array, b: Array, out: Array) -> Makers:
+        return {"library": lambda: Way(partial(self._cublas.matmul, a, b, out))}
+
+    def all_gather_matmul(self, a: Array, b: Array, out: Array, gather: Any) -> Makers:
+        def ours() -> Way:
+            return Way(lambda: self._cublas.matmul(gather(a), b, out))
+
+        if self._nccl is None:
+            return {"tdx+library": ours}
+        gathered = self._nccl.gathered
+
+        def nccl() -> Way:
+            whole = self._world.empty((out.shape[0], a.shape[1]), a.dtype, symmetric=False)
+
+            def call() -> None:
+                gathered(a, whole)
+                self._cublas.matmul(whole, b, out)
+
+            return Way(call)
+
+        return {"nccl+library": nccl, "tdx+library": ours}
+
+    def matmul_reduce_scatter(
+        self, a: Array, b: Array, partial_: Array, out: Array, scatter: Any
+    ) -> Makers:
+        theirs = self._nccl and self._nccl.scattered
+        return self._followed(a, b, partial_, out, scatter, theirs)
+
+    def matmul_all_reduce(
+        self, a: Array, b: Array, partial_: Array, out: Array, reduction: Any
+    ) -> Makers:
+        theirs = self._nccl and self._nccl.reduced
+        return self._followed(a, b, partial_, out, reduction, theirs)
+
+    def _followed(
+        self, a: Array, b: Array, partial_: Array, out: Array, ours: Any, theirs: Any
+    ) -> Makers:
+        """The product to partial_, then a collective from there to out."""
+
+        def way(collective: Any) -> Way:
+            def call() -> None:
+                self._cublas.matmul(a, b, partial_)
+                collective(partial_, out)
+
+            return Way(call)
+
+        collectives = {"nccl+library": theirs, "tdx+library": ours}
+        return {name: partial(way, each) for name, each in collectives.items() if each}
+
+
 class TorchProducts(Products):
     """With PyTorch on the world's GPUs."""
 
@@ -69,10 +145,13 @@ class TorchProducts(Products):
         def nccl() -> Way:
             x, y, to = self._tensors(a, b, out)
             whole = self._torch.empty((to.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+            product = self._multiplied(whole, y, to)
+            # as bytes, since NCCL need not know the type
+            sent, received = (t.view(self._torch.uint8) for t in (x, whole))
 
             def call() -> None:
-                self._dist.all_gather_into_tensor(whole, x)
-                self._torch.mm(whole, y, out=to)
+                self._dist.all_gather_into_tensor(received, sent)
+                product()
 
             return self._recorded(call)
 
@@ -87,8 +166,14 @@ class TorchProducts(Products):
 
         def async_tp() -> Way:
             x, y, to = self._tensors(a, b, out)
-            operation = self._torch.ops.symm_mem.fused_all_gather_matmul
-            call = partial(operation, x, [y], 0, self._peers.group.group_name)
+            operations, group = self._torch.ops.symm_mem, self._peers.group.group_name
+            call = partial(operations.fused_all_gather_matmul, x, [y], 0, group)
+            if a.dtype.name == FLOAT8:
+                left, right = self._scales(x)
+                call = partial(
+                    operations.fused_all_gather_scaled_matmul, x, [y], left, [right], 0, group,
+                    [None], [None], [to.dtype], [False],
+                )  # fmt: skip
             return self._eager(call, lambda value: to.copy_(value[1][0]))
 
         return {"nccl+library": nccl, "tdx+library": ours, "async_tp": async_tp}
@@ -97,18 +182,24 @@ class TorchProducts(Products):
         self, a: Array, b: Array, partial_: Array, out: Array, scatter: Any
     ) -> Makers:
         def nccl() -> Way:
-            x, y, whole, to = self._tensors(a, b, partial_, out)
+            whole, to = self._tensors(partial_, out)
+            product = self._product(a, b, partial_)
 
             def call() -> None:
-                self._torch.mm(x, y, out=whole)
+                product()
                 self._dist.reduce_scatter_tensor(to, whole)
 
             return self._recorded(call)
 
         def async_tp() -> Way:
             x, y, to = self._tensors(a, b, out)
-            operation = self._torch.ops.symm_mem.fused_matmul_reduce_scatter
-            call = partial(operation, x, y, "sum", 0, self._peers.group.group_name)
+            operations, group = self._torch.ops.symm_mem, self._peers.group.group_name
+            call = partial(operations.fused_matmul_reduce_scatter, x, y, "sum", 0, group)
+            if a.dtype.name == FLOAT8:
+                call = partial(
+                    operations.fused_scaled_matmul_reduce_scatter, x, y, *self._scales(x), "sum",
+                    0, 0, group, list(partial_.shape), out_dtype=to.dtype,
+                )  # fmt: skip
             return self._eager(call, to.copy_)
 
         ours = partial(self._followed, a, b, partial_, scatter, out)
@@ -118,10 +209,11 @@ class TorchProducts(Products):
         self, a: Array, b: Array, partial_: Array, out: Array, reduction: Any
     ) -> Makers:
         def nccl() -> Way:
-            x, y, to = self._tensors(a, b, out)
+            (to,) = self._tensors(out)
+            product = self._product(a, b, out)
 
             def call() -> None:
-                self._torch.mm(x, y, out=to)
+                product()
                 self._dist.all_reduce(to)
 
             return self._recorded(call)
@@ -135,9 +227,10 @@ class TorchProducts(Products):
             self._peers.symm.rendezvous(shared, self._peers.group)
             operation = self._torch.ops.symm_mem.two_shot_all_reduce_
             name = self._peers.group.group_name
+            product = self._multiplied(x, y, shared)
 
             def call() -> Any:
-                self._torch.mm(x, y, out=shared)
+                product()
                 return operation(shared, "sum", name)
 
             return self._recorded(call, to.copy_)
@@ -162,8 +255,18 @@ class TorchProducts(Products):
         return {"nccl+library": nccl}
 
     def _product(self, a: Array, b: Array, out: Array) -> Callable[[], Any]:
-        x, y, to = self._tensors(a, b, out)
-        return partial(self._torch.mm, x, y, out=to)
+        return self._multiplied(*self._tensors(a, b, out))
+
+    def _multiplied(self, x: Any, y: Any, to: Any) -> Callable[[], Any]:
+        """What queues the product of tensors x and y to another one."""
+        if x.dtype != getattr(self._torch, FLOAT8):
+            return partial(self._torch.mm, x, y, out=to)
+        scaled = partial(self._torch._scaled_mm, x, y, *self._scales(x))
+        return partial(scaled, out_dtype=to.dtype, out=to)
+
+    def _scales(self, x: Any) -> list[Any]:
+        """The scales of both operands, where tensor x is."""
+        return [self._torch.tensor(scale, device=x.device) for scale in SCALES.values()]
 
     def _followed(self, a: Array, b: Array, partial_: Array, collective: Any, out: Array) -> Way:
         """The product, then a collective of tdx."""

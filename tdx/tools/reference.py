@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
     from tdx.runtime.world import World
 
-__all__ = ["BOUNDS", "Gathered", "Matrix", "Result", "Summands", "sample"]
+__all__ = ["BOUNDS", "FLOAT8", "SCALES", "Gathered", "Matrix", "Result", "Summands", "sample"]
 
-BOUNDS = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 2e-5}  # of norm(error) / norm(reference)
+# Of norm(error) / norm(reference), by type of the result.
+BOUNDS = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 2e-5}
+FLOAT8 = "float8_e4m3fn"
+# What float8 operands are to be multiplied by: numbers that are no powers of two, so that one that
+# is forgotten shows.
+SCALES = {"scale_a": 0.75, "scale_b": 1.25}
 _PAGE = (1 << 20) + 13  # odd, so that the rows of a matrix differ
 _MOST = 64  # rows and columns of a sample
 
@@ -23,9 +30,13 @@ _MOST = 64  # rows and columns of a sample
 class Matrix:
     """Normally distributed values that every rank can tell, in whole or in part, from the seed."""
 
-    def __init__(self, seed: int, shape: tuple[int, int], dtype: np.dtype):
-        if dtype.name not in BOUNDS:
-            raise DtypeError(f"--dtype {dtype}: benches of products take {', '.join(BOUNDS)}")
+    def __init__(
+        self, seed: int, shape: tuple[int, int], dtype: np.dtype, more: Sequence[str] = ()
+    ):
+        """`more`: names of types that are taken beside those of BOUNDS."""
+        taken = (*BOUNDS, *more)
+        if dtype.name not in taken:
+            raise DtypeError(f"--dtype {dtype}: this bench takes {', '.join(taken)}")
         length = min(_PAGE, shape[0] * shape[1])
         page = np.random.default_rng(seed).standard_normal(length, np.float32)
         self.shape = shape
@@ -76,6 +87,27 @@ class Result:
         return "" if error < bound else f"relative error {error:.1e}, bound {bound:.0e}"
 
 
+def _factor(seed: int, shape: tuple[int, int], dtype: np.dtype) -> Matrix:
+    """An operand of a product."""
+    return Matrix(seed, shape, dtype, (FLOAT8,))
+
+
+def _second(world: World, matrix: Matrix, dtype: np.dtype) -> Array:
+    """B as an array that is not symmetric; of float8 contiguous along K, as tensor cores read."""
+    if dtype.name != FLOAT8:
+        return world.array(matrix.whole(), symmetric=False)
+    return world.array(np.ascontiguousarray(matrix.whole().T), symmetric=False).T
+
+
+def _scales(dtype: np.dtype) -> dict[str, Any]:
+    return SCALES if dtype.name == FLOAT8 else {}
+
+
+def _output(dtype: np.dtype) -> np.dtype:
+    """The type of a product."""
+    return dtypes.resolve("bfloat16") if dtype.name == FLOAT8 else dtype
+
+
 class Gathered:
     """Of every rank M / size rows of A (M, K), and the own B (K, N).
 
@@ -83,6 +115,8 @@ class Gathered:
     ----------
     a, whole, b : Array
         The own rows, all rows, and B; not symmetric.
+    scales : dict
+        What a product takes besides: scale_a and scale_b of float8.
     result : Result
         For A . B.
     """
@@ -90,15 +124,17 @@ class Gathered:
     def __init__(self, world: World, shape: tuple[int, int, int], dtype: np.dtype):
         (m, n, k), size = shape, world.size
         height = m // size
-        parts = [Matrix(rank, (height, k), dtype) for rank in range(size)]
-        own = Matrix(size + world.rank, (k, n), dtype)
+        parts = [_factor(rank, (height, k), dtype) for rank in range(size)]
+        own = _factor(size + world.rank, (k, n), dtype)
+        self.scales = _scales(dtype)
         self.a = world.array(parts[world.rank].whole(), symmetric=False)
         self.whole = world.array(np.concatenate([p.whole() for p in parts]), symmetric=False)
-        self.b = world.array(own.whole(), symmetric=False)
+        self.b = _second(world, own, dtype)
         rows, columns = sample(m), sample(n)
         lines = np.concatenate([parts[row // height].part([row % height]) for row in rows])
-        out = world.empty((m, n), dtype, symmetric=False)
-        self.result = Result(out, rows, columns, lines @ own.part(columns=columns))
+        out = world.empty((m, n), _output(dtype), symmetric=False)
+        expected = lines @ own.part(columns=columns) * math.prod(self.scales.values())
+        self.result = Result(out, rows, columns, expected)
 
 
 class Summands:
@@ -108,18 +144,20 @@ class Summands:
     ----------
     a, b : Array
         This rank's, not symmetric.
+    scales : dict
+        What a product takes besides: scale_a and scale_b of float8.
     """
 
     def __init__(self, world: World, shape: tuple[int, int, int], dtype: np.dtype):
         m, n, k = shape
         self._world, self._dtype, self._extents = world, dtype, (m, n)
         self._pairs = [
-            (Matrix(rank, (m, k), dtype), Matrix(world.size + rank, (k, n), dtype))
+            (_factor(rank, (m, k), dtype), _factor(world.size + rank, (k, n), dtype))
             for rank in range(world.size)
         ]
-        self.a, self.b = (
-            world.array(matrix.whole(), symmetric=False) for matrix in self._pairs[world.rank]
-        )
+        a, b = self._pairs[world.rank]
+        self.a = world.array(a.whole(), symmetric=False)
+        self.b, self.scales = _second(world, b, dtype), _scales(dtype)
 
     def product(self) -> Result:
         """This rank's product alone, (M, N)."""
@@ -133,5 +171,5 @@ class Summands:
         width = self._extents[1]
         rows, columns = sample(count), sample(width)
         expected = sum(a.part(first + rows) @ b.part(columns=columns) for a, b in pairs)
-        out = self._world.empty((count, width), self._dtype, symmetric=False)
-        return Result(out, rows, columns, np.asarray(expected))
+        out = self._world.empty((count, width), _output(self._dtype), symmetric=False)
+        return Result(out, rows, columns, expected * math.prod(self.scales.values()))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 
 import pytest
 
 from tests.helpers.commands import run_tdx
+
+EVERY = "--all-algorithms"
 
 
 def test_latency(tmp_path):
@@ -26,19 +29,43 @@ def test_latency(tmp_path):
 
 
 def check_collective(rows, sizes, algorithms):
-    """Two rows for each size; all algorithms ran, and the gap is to the fastest of them."""
+    """Two rows for each size; these algorithms ran, and the gap is to the fastest of them."""
     assert [row["bytes"] for row in rows] == [nbytes for nbytes in sizes for _ in range(2)]
     assert [row["memory"] for row in rows] == ["symmetric", "foreign"] * len(sizes)
     for row in rows:
         assert "error" not in row
-        chosen = row["chosen"] if isinstance(row["chosen"], float) else row[row["chosen"]]
-        assert chosen > 0
-        assert row["gap"] == chosen / min(row[name] for name in algorithms)
-        assert all(row[f"{name}_host"] > 0 for name in algorithms)
+        assert row["chosen"] > 0
+        assert row["algorithm"] in algorithms
+        assert row["gap"] == row["chosen"] / min(row[name] for name in algorithms)
+        assert all(row[f"{name}_host"] > 0 for name in (*algorithms, "chosen"))
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        ("all_gather", ["--sizes", "64"]),
+        ("all_reduce", ["--sizes", "64"]),
+        ("matmul_reduce_scatter", ["--shapes", "6,8,40"]),
+        ("all_reduce_rms_norm", ["--shapes", "2,40"]),
+    ],
+)
+def test_only_what_is_chosen(tmp_path, operation, words):
+    """Unless all algorithms are asked for, neither their times nor their columns are there."""
+    module = importlib.import_module(f"tdx.bench.{operation}")
+    done = run_tdx("bench", operation, "-n", "2", *words, "--json", str(tmp_path / "rows.json"))
+    assert done.returncode == 0, done.stderr
+    for row in json.loads((tmp_path / "rows.json").read_text())["rows"]:
+        assert row["chosen"] > 0
+        assert row["algorithm"] in module.ALGORITHMS
+        assert not row.keys() & {"gap", *module.ALGORITHMS}
+    heading = done.stdout.splitlines()[1].split()
+    assert heading == " ".join(
+        name for name in module.COLUMNS if name not in ("gap", *module.ALGORITHMS)
+    ).split()  # fmt: skip
 
 
 def test_all_reduce(tmp_path):
-    words = ["bench", "all_reduce", "-n", "2", "--sizes", "64,1K", "--dtype", "float32"]
+    words = ["bench", "all_reduce", "-n", "2", "--sizes", "64,1K", "--dtype", "float32", EVERY]
     done = run_tdx(*words, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -46,13 +73,15 @@ def test_all_reduce(tmp_path):
     check_collective(rows, [64, 1024], algorithms)
     heading, *lines = [line.split() for line in done.stdout.splitlines()[1:6]]
     assert heading[:2] == ["bytes", "memory"]
+    assert set(algorithms) < set(heading)
     empty = ("nccl", "torch_one_shot", "torch_two_shot", "floor", "ratio", "%", "of")
     at = [name for name in heading if name not in empty].index("gap")
     assert [line[at] for line in lines] == [f"{row['gap']:.2f}" for row in rows]
 
 
 def test_reduce_scatter(tmp_path):
-    words = ["bench", "reduce_scatter", "-n", "2", "--sizes", "64:128,1K", "--dtype", "float32"]
+    words = ["bench", "reduce_scatter", "-n", "2", "--sizes", "64:128,1K", EVERY]
+    words += ["--dtype", "float32"]
     done = run_tdx(*words, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -62,7 +91,7 @@ def test_reduce_scatter(tmp_path):
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
 def test_an_algorithm_that_does_not_take_the_type(tmp_path, operation):
     """Its column stays empty, with the reason; sums that need rounding are right all the same."""
-    words = ["bench", operation, "-n", "3", "--sizes", "96", "--dtype", "float8_e4m3fn"]
+    words = ["bench", operation, "-n", "3", "--sizes", "96", "--dtype", "float8_e4m3fn", EVERY]
     done = run_tdx(*words, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "rows.json").read_text())
@@ -87,12 +116,11 @@ def test_an_algorithm_that_does_not_take_the_type(tmp_path, operation):
     ],
 )
 def test_movement(tmp_path, operation, algorithms):
-    words = ["bench", operation, "-n", "2", "--sizes", "62,1K", "--dtype", "int8"]
+    words = ["bench", operation, "-n", "2", "--sizes", "62,1K", "--dtype", "int8", EVERY]
     done = run_tdx(*words, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     check_collective(rows, [62, 1024], algorithms)
-    assert all(row["chosen"] in algorithms for row in rows)
 
 
 def test_products_by_default(tmp_path):
@@ -102,7 +130,7 @@ def test_products_by_default(tmp_path):
     document = json.loads(path.read_text())
     assert document["rows"]
     for row in document["rows"]:
-        assert all(row[name] > 0 for name in ("matmul", "tdx+matmul", "fused", "ratio"))
+        assert all(row[name] > 0 for name in ("matmul", "tdx+matmul", "chosen", "ratio"))
     assert document["notes"] == done.stdout.splitlines()[-1:]
     assert document["notes"][0].startswith("nothing to compare with (the host backend has none)")
 
@@ -112,20 +140,38 @@ def test_products_by_default(tmp_path):
     [
         ("all_gather_matmul", "fused", ["6,8,40", "3,1,33"]),
         ("matmul_reduce_scatter", "fused", ["6,8,40", "3,1,33"]),
-        ("matmul_all_reduce", "chosen", ["6,8,40", "1,1,33"]),
-        ("all_reduce_rms_norm", "chosen", ["2,40", "1,1"]),
+        ("matmul_all_reduce", "two_shot", ["6,8,40", "1,1,33"]),
+        ("all_reduce_rms_norm", "two_shot", ["2,40", "1,1"]),
     ],
 )
 def test_products(tmp_path, operation, fused, shapes):
-    words = ["bench", operation, "-n", "3", "--dtype", "float32", "--markdown"]
+    words = ["bench", operation, "-n", "3", "--dtype", "float32", "--markdown", EVERY]
     path = tmp_path / "rows.json"
     done = run_tdx(*words, "--json", str(path), "--shapes", *shapes)
     assert done.returncode == 0, done.stderr
     rows = json.loads(path.read_text())["rows"]
     assert [",".join(str(row[axis]) for axis in "MNK" if axis in row) for row in rows] == shapes
     assert all(row[fused] > 0 for row in rows)
+    named = importlib.import_module(f"tdx.bench.{operation}").ALGORITHMS
+    for row in rows:
+        assert row["gap"] == row["chosen"] / min(row[name] for name in named if name in row)
     assert f"\n| {' | '.join(shapes[0].split(','))} | " in done.stdout
     assert "ERROR" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+def test_products_of_float8(tmp_path, operation):
+    """With scales, by every algorithm, and by ours after one another; all are checked."""
+    words = ["bench", operation, "-n", "2", "--dtype", "float8_e4m3fn", EVERY]
+    path = tmp_path / "rows.json"
+    done = run_tdx(*words, "--json", str(path), "--shapes", "16,48,64", "2,3,33")
+    assert done.returncode == 0, done.stdout + done.stderr
+    named = importlib.import_module(f"tdx.bench.{operation}").ALGORITHMS
+    for row in json.loads(path.read_text())["rows"]:
+        assert all(row[name] > 0 for name in ("matmul", "tdx+matmul", "chosen", *named))
+        assert "failed" not in row
 
 
 def test_picture_of_products(tmp_path):
@@ -157,6 +203,7 @@ def test_tables_and_pictures(tmp_path):
         (["nothing"], "nothing"),
         (["latency", "-n", "0"], "-n 0"),
         (["latency", "--dtype", "x"], "x"),
+        (["latency", EVERY], "latency has none to choose from"),
         (["latency", "--sizes", "1K"], "latency does not take it"),
         (["latency", "--plot", "rows.png"], "--plot rows.png: latency measures no sizes"),
         (["broadcast", "--sizes", "1K:3K"], "two powers of two"),
@@ -167,7 +214,14 @@ def test_tables_and_pictures(tmp_path):
         (["all_reduce_rms_norm", "--shapes", "8,8,8"], "takes M,N"),
         (["matmul_reduce_scatter", "-n", "4", "--shapes", "6,8,8"], "take 8"),
         (["matmul_all_reduce", "--shapes", "6,8,8", "--preset", "amd"], "give one"),
-        (["matmul_all_reduce", "-n", "1", "--dtype", "int32"], "bfloat16, float16, float32"),
+        (
+            ["matmul_all_reduce", "-n", "1", "--dtype", "int32"],
+            "takes bfloat16, float16, float32, float8_e4m3fn",
+        ),
+        (
+            ["all_reduce_rms_norm", "-n", "1", "--dtype", "float8_e4m3fn"],
+            "takes bfloat16, float16, float32",
+        ),
     ],
 )
 def test_bad_words(words, said):

@@ -81,8 +81,10 @@ class Plans:
             return out
 
         call.kind = algorithm or "slow"
-        if algorithm is None and self.named:
-            call.algorithm = "slow"
+        if self.named:
+            call.algorithm = call.kind
+        else:  # as plans of reductions
+            call.config = SimpleNamespace(algorithm=call.kind)
         return call
 
 
@@ -101,12 +103,12 @@ def collective(monkeypatch):
         size=2, device=SimpleNamespace(arch="cpu"), array=lambda v, symmetric: Memory(v),
         empty=lambda shape, dtype, symmetric: Memory(np.empty(shape, dtype)),
     )  # fmt: skip
-    args = argparse.Namespace(dtype="int32", no_peers=True)
 
-    def rows(plans, algorithms):
+    def rows(plans, algorithms, every=True):
         x = np.arange(4, dtype=np.int32)
         peers = {"nccl": 12.0, "torch": 3.0, "failed": {"other": "why"}}
         one = Collective(16, plans, algorithms, x, x, 16, peers, own_memory=("torch",))
+        args = argparse.Namespace(dtype="int32", no_peers=True, all_algorithms=every)
         return list(one.rows(bench.Bench(world, args)))
 
     return rows
@@ -119,13 +121,28 @@ def test_gap_to_the_fastest_of_ours(collective, named):
     assert (symmetric["memory"], foreign["memory"]) == ("symmetric", "foreign")
     for row in (symmetric, foreign):
         assert row["gap"] == 1.5
-        assert row["chosen"] == ("slow" if named else 6.0)
+        assert (row["chosen"], row["algorithm"]) == (6.0, "slow")
         assert "error" not in row
     assert (symmetric["ratio"], foreign["ratio"]) == (0.5, 2.0)
     assert "torch" not in foreign
     assert set(plans.given) == {(True, True), (False, False)}
     (row, _) = collective(plans, ["slow"])
     assert row["gap"] == 1.0
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_without_all_algorithms(collective, named):
+    """What is chosen is measured, with its name, and nothing else of ours."""
+    plans = Plans(named)
+    for row in collective(plans, ["fast", "slow"], every=False):
+        assert (row["chosen"], row["algorithm"], row["chosen_host"]) == (6.0, "slow", HOST_US)
+        assert row["ratio"] == min(row[name] for name in ("nccl", "torch") if name in row) / 6.0
+        assert not row.keys() & {"fast", "slow", "gap"}
+    module = SimpleNamespace(COLUMNS=collectives.columns(("nccl",), ("a", "b")), ALGORITHMS="ab")
+    every, usual = (bench._columns(module, each) for each in (True, False))
+    assert every == list(module.COLUMNS)
+    assert usual == [name for name in every if name not in ("a", "b", "gap")]
+    assert bench._columns(latency, False) == list(latency.COLUMNS)
 
 
 def test_a_result_that_is_not_written(collective):

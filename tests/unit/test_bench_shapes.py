@@ -7,6 +7,7 @@ import argparse
 import numpy as np
 import pytest
 
+from tdx.runtime import dtypes
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.tools import bench, presets
 from tdx.tools.reference import Matrix, sample
@@ -63,6 +64,8 @@ def test_parts_of_a_matrix():
         assert not np.array_equal(matrix.whole()[0], matrix.whole()[-1])
     with pytest.raises(DtypeError, match="bfloat16, float16, float32"):
         Matrix(1, (2, 2), np.dtype("int8"))
+    with pytest.raises(DtypeError, match=r"float32$"):
+        Matrix(1, (2, 2), dtypes.resolve("float8_e4m3fn"))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 import tdx
+from tdx.tools import cublas
 from tdx.tools.bench import Bench, _notes
 from tdx.tools.comparison import Comparison, Way
 from tdx.tools.cupy_peers import CupyPeers, unique_id
-from tdx.tools.peers import TorchPeers
-from tdx.tools.product_peers import TorchProducts
+from tdx.tools.peers import TorchPeers, _without_torch
+from tdx.tools.product_peers import CublasProducts, TorchProducts
 from tdx.tools.reference import Summands
 from tests.helpers.cases import limit, skip, worlds
 
@@ -29,7 +30,8 @@ PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 def bench_of(world, operation, *shapes, dtype="float32"):
     words = {"operation": operation, "dtype": dtype, "no_peers": True, "sizes": None}
-    return Bench(world, argparse.Namespace(**words, shapes=list(shapes), preset=None))
+    words |= {"preset": None, "all_algorithms": False}
+    return Bench(world, argparse.Namespace(**words, shapes=list(shapes)))
 
 
 @contextlib.contextmanager
@@ -55,8 +57,11 @@ def torch_on_the_cpu(world):
         return lambda: [queued(call) for _ in range(calls)]
 
     library = torch.library.Library("symm_mem", "IMPL", "CPU")
-    library.impl("fused_all_gather_matmul", symm._fused_all_gather_matmul_fallback)
-    library.impl("fused_matmul_reduce_scatter", symm._fused_matmul_reduce_scatter_fallback)
+    for name in (
+        "fused_all_gather_matmul", "fused_matmul_reduce_scatter", "fused_all_gather_scaled_matmul",
+        "fused_scaled_matmul_reduce_scatter",
+    ):  # fmt: skip
+        library.impl(name, getattr(symm, f"_{name}_fallback"))
     try:
         yield SimpleNamespace(
             torch=torch, dist=dist, symm=symm, group=dist.group.WORLD, queued=queued,
@@ -69,16 +74,18 @@ def torch_on_the_cpu(world):
 
 @worlds(3)
 @limit(120)  # PyTorch alone takes seconds to start
-def case_pytorch(world, backend):
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def case_pytorch(world, backend, dtype):
     """Each way of PyTorch gives the right result, by the names of its columns."""
     if backend != "host":
         pytest.skip("on GPUs `tdx bench` itself shows it")
     if not importlib.util.find_spec("torch"):
         skip("torch is not installed")
     with torch_on_the_cpu(world) as stand_in:
-        for operation in (*PRODUCTS, "all_reduce_rms_norm"):
-            shape = "4,24" if operation == "all_reduce_rms_norm" else "12,20,24"
-            bench = bench_of(world, operation, shape)
+        norm = ("all_reduce_rms_norm",) * (dtype == "float32")  # there is none of float8
+        for operation in (*PRODUCTS, *norm):
+            shape = "4,24" if operation in norm else "12,32,48"
+            bench = bench_of(world, operation, shape, dtype=dtype)
             bench.peers.products = TorchProducts(stand_in)
             module = importlib.import_module(f"tdx.bench.{operation}")
             (row,) = module.rows(bench)
@@ -86,7 +93,10 @@ def case_pytorch(world, backend):
             failed = row.get("failed", {})
             wanted = {name for name in module.COLUMNS if "library" in name or name == "async_tp"}
             assert wanted == {name for name in wanted if row.get(name, 0) > 0} | set(failed), row
-            assert set(failed) <= {"symm+library"}, failed  # which needs a GPU
+            cannot = {"symm+library"}  # it needs a GPU
+            if operation == "all_gather_matmul" and dtype != "float32":
+                cannot.add("async_tp")  # Gloo moves no float8
+            assert set(failed) <= cannot, failed
 
 
 @worlds(1, 3)
@@ -190,6 +200,86 @@ def case_nccl_through_cupy(world):
     columns, rows = ("bytes", "nccl"), [{"bytes": 8, "nccl": 1.0}]
     assert _notes("no PyTorch", columns, rows) == []
     assert _notes("no PyTorch", ("M", "nccl+library"), [{"M": 8}])
+
+
+class OnTheHost:
+    """cuBLAS's product and NCCL's collectives, as CublasProducts asks for them, at once."""
+
+    def __init__(self, world):
+        self.world, self.ended = world, False
+
+    def everybody(self, x):
+        self.world.synchronize()
+        told = self.world.channels.allgather(x.numpy().tobytes(), "operands")
+        return [np.frombuffer(each, x.dtype).reshape(x.shape) for each in told]
+
+    def matmul(self, a, b, out):
+        if self.world.recording is None:
+            self.world.synchronize()
+            out.copy_from(a.numpy() @ b.numpy())
+
+    def gathered(self, x, out):
+        if self.world.recording is None:
+            out.copy_from(np.concatenate(self.everybody(x)))
+
+    def reduced(self, x, out):
+        if self.world.recording is None:
+            out.copy_from(np.sum(self.everybody(x), axis=0))
+
+    def scattered(self, x, out):
+        if self.world.recording is None:
+            total = np.sum(self.everybody(x), axis=0)
+            out.copy_from(np.split(total, self.world.size)[self.world.rank])
+
+    def close(self):
+        self.ended = True
+
+
+@worlds(2)
+@pytest.mark.parametrize("nccl", [True, False])
+def case_products_of_cublas(world, nccl):
+    """Without PyTorch: the library's product, and sequences with it, with NCCL if CuPy has that."""
+    if world.backend != "host":
+        pytest.skip("on GPUs `tdx bench` itself shows it")
+    there = OnTheHost(world)
+    for operation in PRODUCTS:
+        bench = bench_of(world, operation, "8,12,16")
+        bench.peers.products = CublasProducts(world, there, there if nccl else None)
+        (row,) = importlib.import_module(f"tdx.bench.{operation}").rows(bench)
+        assert not row.keys() & {"error", "failed"}, row
+        names = {"library", "tdx+library"} | ({"nccl+library"} if nccl else set())
+        assert {name for name in row if "library" in name} == names
+        notes = _notes("no CuPy", ("library", "nccl+library"), [row])
+        said = "no collectives to compare with (no CuPy): those columns are empty"
+        assert notes == ([] if nccl else [said])
+    bench.peers.close()
+    assert there.ended
+
+
+@worlds(1, 2)
+def case_without_pytorch(world):
+    """cuBLAS is taken if it is there; what is not there is said."""
+    if not importlib.util.find_spec("cuda"):
+        skip("cuda-bindings is not installed")
+    name = f"libcublas.so.{cuda_release()}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", None)
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        patch.setattr(cublas, "Cublas", lambda world, library: SimpleNamespace(name=library))
+        peers = _without_torch(world, "no PyTorch")
+        assert (peers.missing, peers.names) == ("no PyTorch; CuPy is not installed", "")
+        assert f"no {name}: install the extra cublas" in peers.products.missing
+        assert peers.products.matmul(None, None, None) == {}
+        patch.setattr(cublas, "load", lambda release: f"cuBLAS {release}")
+        peers = _without_torch(world, "no PyTorch")
+        assert peers.names == f"cuBLAS {cuda_release()}"
+        assert set(peers.products.matmul(None, None, None)) == {"library"}
+
+
+def cuda_release():
+    from tdx.runtime.driver.cuda_device import cu
+
+    return cu.CUDA_VERSION // 1000
 
 
 def cupy_of(world):
