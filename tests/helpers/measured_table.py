@@ -13,22 +13,35 @@ from tests.helpers.commands import ROOT
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 _SIZES = {4 << 10: "4 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB",
           256 << 20: "256 MiB"}  # fmt: skip
+_PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_ROWS = (128, 512, 1024, 2048, 4096, 8192)
 
 
 def measured_table(gpus: int) -> str:
     """Markdown: for each size the time of tdx, and in brackets that of the best peer."""
-    lines = [f"| µs | {' | '.join(_SIZES.values())} |", "|---|" + "---:|" * len(_SIZES)]
-    for operation in _OPERATIONS:
+    return _table("µs", _SIZES, _OPERATIONS, gpus, "bytes")
+
+
+def product_table(gpus: int) -> str:
+    """The same for each number of rows of a product."""
+    return _table("µs, M", dict(zip(_ROWS, map(str, _ROWS), strict=True)), _PRODUCTS, gpus, "M")
+
+
+def _table(
+    corner: str, columns: dict[int, str], operations: tuple[str, ...], gpus: int, key: str
+) -> str:
+    lines = [f"| {corner} | {' | '.join(columns.values())} |", "|---|" + "---:|" * len(columns)]
+    for operation in operations:
         path = ROOT / "docs" / "benchmarks" / f"{operation}_{gpus}xH200.json"
         rows = json.loads(path.read_text())["rows"]
-        of_size = {r["bytes"]: r for r in rows if r.get("memory") != "foreign"}
-        cells = [_cell(of_size[size]) for size in _SIZES]
+        of_size = {r[key]: r for r in rows if r.get("memory") != "foreign"}
+        cells = [_cell(of_size[size]) for size in columns]
         lines.append(f"| `{operation}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _cell(row: dict) -> str:
-    chosen = row["chosen"]
+    chosen = row.get("chosen", "fused")
     ours = row[chosen] if isinstance(chosen, str) else chosen
     return f"{_short(ours)} ({_short(ours * row['ratio'])})"
 
@@ -38,4 +51,4 @@ def _short(value: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(map(measured_table, (2, 4))))
+    sys.stdout.write("\n".join([*map(measured_table, (2, 4)), product_table(2)]))

@@ -85,3 +85,55 @@ def case_disjoint_teams_at_the_same_time(comm, backend):
             plan(x)
             tdx.all_reduce(x)
         assert_same_bits(plan(x).numpy(), reduced([values(r, 1023, "float32") for r in ranks]))
+
+
+def rounds_of_teams(world, make, wanted, shape=(3, 24)):
+    """Plans of two teams that share ranks, each on a stream of its own, called in turn.
+
+    Nobody waits on the host, nor one stream for the other; operands differ in each round.
+    """
+    everybody = range(world.size)
+    teams = [world.team(ranks) for ranks in (everybody[:-1], everybody[1:])]
+    plans = {team: (make(team), world.new_stream()) for team in teams if team}
+    calls = []
+    for salt in range(12):
+        team = teams[salt % 2]
+        if team:
+            inputs = [values(rank, shape, "float32", salt) for rank in team.ranks]
+            expected = wanted(team, inputs)
+            x = world.array(inputs[team.rank], symmetric=False)
+            out = world.empty(expected.shape, "float32", symmetric=False)
+            calls.append((*plans[team], x, out, expected))
+    world.synchronize()
+    for plan, stream, x, out, _ in calls:
+        plan(x, out, stream=stream)
+    for number, (*_, out, expected) in enumerate(calls):
+        assert_same_bits(out.numpy(), expected, number)
+    world.barrier()
+
+
+def own_rows(team, whole):
+    return np.split(whole, team.size)[team.rank]
+
+
+@worlds(3)
+def case_overlapping_teams_on_two_streams(world):
+    for algorithm in ("one_shot", "two_shot", "low_latency"):
+        rounds_of_teams(
+            world,
+            lambda team, name=algorithm: tdx.AllReduce(
+                world, (3, 24), "float32", algorithm=name, team=team
+            ),
+            lambda team, inputs: reduced(inputs),
+        )
+    rounds_of_teams(
+        world,
+        lambda team: tdx.AllGather(world, (3, 24), "float32", algorithm="push", team=team),
+        lambda team, inputs: np.concatenate(inputs),
+    )
+    rounds_of_teams(
+        world,
+        lambda team: tdx.ReduceScatter(world, (6, 24), "float32", algorithm="push", team=team),
+        lambda team, inputs: own_rows(team, reduced(inputs)),
+        (6, 24),
+    )

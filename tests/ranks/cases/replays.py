@@ -10,7 +10,11 @@ import triton
 import triton.language as tl
 
 import tdx
-from tdx.kernels.all_gather_matmul import ALGORITHMS
+from tdx.kernels import all_gather_matmul as gathered
+from tdx.kernels import all_reduce_rms_norm as norm
+from tdx.kernels import matmul_all_reduce as summed
+from tdx.kernels import matmul_reduce_scatter as scattered
+from tdx.kernels import reduce as rooted
 from tests.helpers.cases import limit, worlds
 from tests.helpers.hashed import (
     check_sum_kernel,
@@ -49,6 +53,55 @@ def check_product_kernel(out, y, wrong, count, m, columns, depth, n, BLOCK: tl.c
     tl.atomic_add(wrong, bad)
 
 
+@triton.jit(do_not_specialize=["ranks", "first", "columns", "depth", "n"])
+def check_summed_product_kernel(
+    out, y, wrong, count, ranks, first, columns, depth, n, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Count what is not the product of the sum of all ranks' rows, from `first` on, and `y`."""
+    salt = tl.load(count)
+    bad = 0
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = start + tl.arange(0, BLOCK).to(tl.int64)
+        row = first + i // columns
+        total = tl.zeros((BLOCK,), tl.float32)
+        for k in range(depth):
+            left = hashed(row * depth + k, 0, salt)
+            for rank in range(1, ranks):
+                left += hashed(row * depth + k, rank, salt)
+            right = tl.load(y + k * columns + i % columns, mask=i < n, other=0)
+            total += left.to(tl.float32) * right
+        seen = tl.load(out + i, mask=i < n, other=0)
+        bad += tl.sum(((seen != total) & (i < n)).to(tl.int32))
+    tl.atomic_add(wrong, bad)
+
+
+@triton.jit(do_not_specialize=["ranks", "rows", "columns"])
+def check_norm_kernel(
+    out, kept, weight, wrong, count, ranks, rows, columns, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Count what is not the sum h of all ranks' integers and a residual, or not the norm of h.
+
+    The residual is hashed as of rank `ranks`. Sums of squares are exact, quotients are not.
+    """
+    salt = tl.load(count)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    scale = tl.load(weight + at, mask=inside, other=0)
+    bad = 0
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        i = row * columns + at.to(tl.int64)
+        total = hashed(i, ranks, salt)
+        for rank in range(ranks):
+            total += hashed(i, rank, salt)
+        h = tl.where(inside, total, 0).to(tl.float32)
+        wanted = h / tl.sqrt(tl.sum(h * h) / columns + 1e-6) * scale
+        seen = tl.load(out + i, mask=inside, other=0)
+        off = (tl.load(kept + i, mask=inside, other=0) != h) | (seen != seen)
+        off = off | (tl.abs(seen - wanted) > 1e-5 * tl.abs(wanted))
+        bad += tl.sum((off & inside).to(tl.int32))
+    tl.atomic_add(wrong, bad)
+
+
 class Rounds:
     """The number of a round, and how many elements were wrong so far, on the device."""
 
@@ -78,14 +131,14 @@ class Rounds:
         assert self.wrong.numpy()[0] == 0
         assert self.count.numpy()[0] == 3 * replays + 1
 
-    def sees(self, out, check):
-        """`check` counts a single element that is wrong; after the last round."""
+    def sees(self, out, check, here=True):
+        """`check` counts a single wrong element, if it looks `here`; after the last round."""
         self.world.barrier()
         given = out.numpy().copy()
         given.reshape(-1)[-1] += 1
         out.copy_from(given)
         check()
-        assert self.wrong.numpy()[0] == 1
+        assert self.wrong.numpy()[0] == int(here)
         self.world.barrier()
 
 
@@ -107,6 +160,26 @@ def reduce_scatter(world, algorithm):
 
     rounds.replay(step)
     rounds.sees(out, check)
+
+
+def reduce(world, algorithm):
+    size, root = 999, world.size - 1
+    here = world.rank == root
+    rounds = Rounds(world)
+    plan = tdx.Reduce(world, size, "int32", root, algorithm=algorithm)
+    x, out = (world.empty(size, "int32", symmetric=False) for _ in range(2))
+
+    def check():
+        if here:
+            check_sum_kernel[(1,)](out, rounds.wrong, rounds.count, world.size, 0, size, BLOCK=1024)
+
+    def step():
+        next_kernel[(1,)](x, rounds.count, world.rank, size, BLOCK=1024)
+        plan(x, out if here else None)
+        check()
+
+    rounds.replay(step)
+    rounds.sees(out, check, here)
 
 
 def movement(world, move):
@@ -156,12 +229,75 @@ def all_gather_matmul(world, algorithm):
     rounds.sees(out, check)
 
 
+def product_and_sum(world, make, m, first, algorithm):
+    """Of (m, 16) integers of each rank; results begin with row `first`."""
+    depth, columns = 16, 24
+    rounds = Rounds(world)
+    plan = make(world, (m, depth), (depth, columns), "float32", algorithm=algorithm)
+    x = world.empty((m, depth), "float32", symmetric=False)
+    y = world.empty((depth, columns), "float32", symmetric=False)
+    next_kernel[(1,)](y, rounds.count, world.size, y.size, BLOCK=512)
+    out = world.empty(plan.out_shape, "float32", symmetric=False)
+
+    def check():
+        check_summed_product_kernel[(2,)](
+            out, y, rounds.wrong, rounds.count, world.size, first, columns, depth, out.size,
+            BLOCK=512,
+        )  # fmt: skip
+
+    def step():
+        next_kernel[(1,)](x, rounds.count, world.rank, x.size, BLOCK=512)
+        plan(x, y, out)
+        check()
+
+    rounds.replay(step)
+    rounds.sees(out, check)
+
+
+def matmul_reduce_scatter(world, algorithm):
+    rows = 9
+    make, whole = tdx.MatmulReduceScatter, rows * world.size
+    product_and_sum(world, make, whole, rows * world.rank, algorithm)
+
+
+def matmul_all_reduce(world, algorithm):
+    product_and_sum(world, tdx.MatmulAllReduce, 19, 0, algorithm)
+
+
+def all_reduce_rms_norm(world, algorithm):
+    rows, columns, ranks = 5, 200, world.size
+    rounds = Rounds(world)
+    shape, options = (rows, columns), {"residual": True, "algorithm": algorithm}
+    plan = tdx.AllReduceRmsNorm(world, shape, "float32", **options)
+    x, residual, out, kept = (world.empty(shape, "float32", symmetric=False) for _ in range(4))
+    weight = world.empty(columns, "float32", symmetric=False)
+    next_kernel[(1,)](weight, rounds.count, ranks, columns, BLOCK=256)
+
+    def check():
+        check_norm_kernel[(2,)](
+            out, kept, weight, rounds.wrong, rounds.count, ranks, rows, columns, BLOCK=256
+        )
+
+    def step():
+        next_kernel[(1,)](x, rounds.count, world.rank, x.size, BLOCK=1024)
+        next_kernel[(1,)](residual, rounds.count, ranks, x.size, BLOCK=1024)
+        plan(x, weight, out, kept, residual=residual)
+        check()
+
+    rounds.replay(step)
+    rounds.sees(out, check)
+
+
 every_operation = pytest.mark.parametrize(
     ("operation", "algorithm"),
     [
         *((reduce_scatter, name) for name in ("low_latency", "push")),
+        *((reduce, name) for name in rooted.Config.algorithms),
         *((movement, move) for move in MOVES),
-        *((all_gather_matmul, name) for name in ALGORITHMS),
+        *((all_gather_matmul, name) for name in gathered.ALGORITHMS),
+        *((matmul_reduce_scatter, name) for name in scattered.ALGORITHMS),
+        *((matmul_all_reduce, name) for name in summed.ALGORITHMS),
+        *((all_reduce_rms_norm, name) for name in norm.Config.algorithms),
     ],
 )
 

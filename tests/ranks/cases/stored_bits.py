@@ -42,10 +42,63 @@ FLOAT8 = {
         "4274abf38b651482", "fe8586ee5896d960", "900f9e7739f48390", "fd4db4536b053290",
     ),
 }  # fmt: skip
+# SHA-256 of reductions of values(rank, (41, 100), dtype) with what is added, the bias being
+# values(7, 100, dtype) and the residual values(8, (41, 100), dtype), for 2, 3 and 4 ranks
+OTHERS = {
+    ("float32", "max", ""): (
+        "c2ceae9cc220e393", "aafe09b701936b79", "1f6bf6999c0fecda",
+    ),
+    ("bfloat16", "min", ""): (
+        "7aa317719ba85f35", "99136ac7f1014b18", "7cbc9a1915d02daa",
+    ),
+    ("float64", "max", ""): (
+        "51e131c62faaebdc", "8d8d49726aa93c9e", "17b62cdc78cd8123",
+    ),
+    ("int32", "sum", ""): (
+        "a321685ec784d1c5", "47844d55c812068e", "3893bd98e7003eb5",
+    ),
+    ("int32", "max", ""): (
+        "b6ae5af835f11ff9", "65bd8b1e41394ab5", "ca7a2e1dd6cfe3be",
+    ),
+    ("int64", "sum", ""): (
+        "67fc91f86dcf5687", "a4b86f7b66c2eecf", "f3b31675b50b6282",
+    ),
+    ("int64", "min", ""): (
+        "cb42c54c819632f7", "f8e75075ee01f1e8", "c158f6b336746438",
+    ),
+    ("float32", "sum", "bias"): (
+        "9504dd1de38a9849", "51fbaf1ecd296781", "7c898da08862b6c8",
+    ),
+    ("float32", "sum", "bias residual"): (
+        "c0e0e878645cb820", "95de53200174d964", "353a1d62e5b32030",
+    ),
+    ("float16", "sum", "bias residual"): (
+        "29e1b8bb7cf349df", "dcb10e9070f20e4d", "f550f8e976bef3eb",
+    ),
+    ("bfloat16", "sum", "bias residual"): (
+        "116910630d1f1818", "9f629e45f4494d3c", "e7b0298bf64236e7",
+    ),
+    ("bfloat16", "avg", "bias residual"): (
+        "4b174e7d38afcd07", "3a400720bca0b456", "e9e039849d5a4d4f",
+    ),
+}  # fmt: skip
 
 
 def digest(array):
     return hashlib.sha256(array.numpy().tobytes()).hexdigest()[:16]
+
+
+def has_words(x):
+    """Whether there are algorithms by words of data and flag."""
+    return x.itemsize in (2, 4)
+
+
+def check_reduce(x, op, stored):
+    root = x.world.size - 1
+    for algorithm in ("two_shot", "low_latency")[: 1 + has_words(x)]:
+        result = tdx.reduce(x, root, op, algorithm=algorithm)
+        if result is not None:
+            assert digest(result) == stored, (x.dtype, op, "reduce", algorithm)
 
 
 @worlds(2, 3, 4, 5)
@@ -64,6 +117,7 @@ def case_bits_are_those_stored(world):
                 part = tdx.reduce_scatter(whole, op, algorithm=algorithm)
                 result = tdx.all_gather(part)[:4099]
                 assert digest(result) == stored, (dtype, op, "reduce_scatter", algorithm)
+            check_reduce(whole[:4099], op, stored)
 
 
 @worlds(2, 3, 4, 5)
@@ -80,3 +134,24 @@ def case_bits_of_float8_are_those_stored(world):
         for algorithm in ("push", "low_latency")[: 1 + words]:
             part = tdx.reduce_scatter(whole, out_dtype=out, algorithm=algorithm)
             assert digest(tdx.all_gather(part)[:4099]) == stored, (dtype, out, algorithm)
+
+
+@worlds(2, 3, 4)
+def case_bits_of_others_are_those_stored(world):
+    """Of max, min, integers, and sums with a bias or residual: those of norms are the same."""
+    for (dtype, op, added), of_sizes in OTHERS.items():
+        stored = of_sizes[world.size - 2]
+        x = world.array(values(world.rank, (41, 100), dtype))
+        known = {"bias": values(7, 100, dtype), "residual": values(8, (41, 100), dtype)}
+        extras = {name: world.array(known[name]) for name in added.split()}
+        for algorithm in ("one_shot", "two_shot", "low_latency", "low_latency_two_shot"):
+            if has_words(x) or algorithm in ("one_shot", "two_shot"):
+                result = tdx.all_reduce(x, op, algorithm=algorithm, **extras)
+                assert digest(result) == stored, (dtype, op, added, algorithm)
+        if not added:
+            check_reduce(x, op, stored)
+        elif "residual" in extras and op == "sum":
+            weight = world.array(values(9, 100, dtype))
+            for algorithm in ("one_shot", "two_shot", "low_latency"):
+                _, h = tdx.all_reduce_rms_norm(x, weight, algorithm=algorithm, **extras)
+                assert digest(h) == stored, (dtype, added, "norm", algorithm)
