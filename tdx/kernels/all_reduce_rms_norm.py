@@ -263,7 +263,7 @@ def choose(
             sent["norm_one_shot"] = (ranks - 1) * whole
         words = _word_bytes(rows, columns, dtype)
         if ranks > 1 and takes_low_latency(words, ranks, (dtype,)):
-            sent["low_latency"] = 2 * (ranks - 1) * words
+            sent["norm_low_latency"] = 2 * (ranks - 1) * words
         algorithm = cheapest(backend, sent, ranks).removeprefix("norm_")
     with_flags = algorithm == "low_latency"
     block, warps = row_block(backend, columns, dtype.itemsize, ranks, with_flags)

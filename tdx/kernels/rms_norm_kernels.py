@@ -164,13 +164,20 @@ def low_latency_kernel(
                 total, bias, residual + begin, at, mask, out.dtype.element_ty,
                 HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
-            tl.store(sums + begin + at, h, mask=mask & there)
-        program_barrier()  # what is read now was stored by other threads
-        row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
-        _normalise(
-            row, out + begin, kept + begin, weight, columns, there,
-            EPS, False, PIECES == 1, PIECES, BLOCK,
-        )  # fmt: skip
+            if PIECES == 1:
+                _normalise(
+                    (h,), out + begin, kept + begin, weight, columns, there,
+                    EPS, HAS_RESIDUAL, True, PIECES, BLOCK,
+                )  # fmt: skip
+            else:
+                tl.store(sums + begin + at, h, mask=mask & there)
+        if PIECES > 1:
+            program_barrier()  # what is read now was stored by other threads
+            row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
+            _normalise(
+                row, out + begin, kept + begin, weight, columns, there,
+                EPS, False, False, PIECES, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -143,8 +143,9 @@ _H200 = {
     "one_shot": Cost(5.4, 295e3),
     "two_shot": Cost(5.8, 360e3, 1.2),
     "push": Cost(5.0, 350e3),
-    "norm_one_shot": Cost(10.0, 295e3),
-    "norm_two_shot": Cost(16.0, 318e3),
+    "norm_low_latency": Cost(2.0, 234e3, 2.5),
+    "norm_one_shot": Cost(6.1, 295e3),
+    "norm_two_shot": Cost(7.7, 316e3, 1.2),
 }
 COSTS: dict[str, dict[str, Cost]] = {
     "cuda": _H200,
@@ -152,7 +153,8 @@ COSTS: dict[str, dict[str, Cost]] = {
     "host": {
         "low_latency": Cost(4e3, 50), "low_latency_two_shot": Cost(9e3, 50),
         "one_shot": Cost(3e3, 100), "two_shot": Cost(9e3, 100), "push": Cost(4e3, 100),
-        "norm_one_shot": Cost(3e3, 100), "norm_two_shot": Cost(9e3, 100),
+        "norm_low_latency": Cost(4e3, 50), "norm_one_shot": Cost(3e3, 100),
+        "norm_two_shot": Cost(9e3, 100),
     },
 }  # fmt: skip
 
@@ -285,11 +287,14 @@ def row_block(
     whole = max(2, power_of_two(columns))
     if backend == "host":
         return whole, 8
-    # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or 2 words
+    # a thread has the pieces of all ranks in its registers: 2 vectors of 16 bytes, or words
     many = words and ranks > 4  # so many words need the registers of two threads
     few = ranks <= 2 and not words  # and here fewer threads, which meet for each row, are faster
     threads = 256 if many or few or columns * itemsize <= 4 << 10 else 512
-    piece = (8 if words else 64 if few else 32) // (1 if ranks <= 4 else 2)
+    if words:
+        piece = 16 if ranks <= 2 else 8 if ranks <= 4 else 4
+    else:
+        piece = 64 if few else 32 if ranks <= 4 else 16
     return min(whole, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
 
 

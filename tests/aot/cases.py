@@ -233,6 +233,7 @@ CASES = {
     "norm-two_shot-2": _norm("two_shot", "bfloat16", ranks=2, SLOTS=2),
     "norm-two_shot-8": _norm("two_shot", "bfloat16", ranks=8),
     "words-norm-bf16": _norm("low_latency", "bfloat16"),
+    "words-norm-bf16-2": _norm("low_latency", "bfloat16", ranks=2),
     "words-norm-fp32": _norm("low_latency", "float32", 4096, 8),
     "pull": _pull(),
     "pull-odd": _pull("*i8", 1),

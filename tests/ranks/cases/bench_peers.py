@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import socket
 import sys
+from ctypes import CDLL
 from functools import partial
 from types import SimpleNamespace
 
@@ -266,6 +267,7 @@ def case_without_pytorch(world):
         patch.setitem(sys.modules, "cupy", None)
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         patch.setattr(cublas, "Cublas", lambda world, library: SimpleNamespace(name=library))
+        patch.setattr(cublas.ctypes, "CDLL", lambda path: CDLL(f"/nowhere/{path}"))
         peers = _without_torch(world, "no PyTorch")
         assert (peers.missing, peers.names) == ("no PyTorch; CuPy is not installed", "")
         assert f"no {name}: install the extra cublas" in peers.products.missing
