@@ -26,7 +26,7 @@ MIN_STRIDE_BYTES = 1 << 33
 CONTROL_FAULT = 0  # 0: none; else the kind of a fault, whose record is complete
 CONTROL_RECORD = 1  # address of the host-visible fault record
 CONTROL_TIMEOUT_NS = 2  # deadline of every wait in nanoseconds; 0: none
-CONTROL_CLAIM = 3  # 1 once a wait has given up, and writes the record; by compare-and-swap
+CONTROL_CLAIM = 3  # 1 once a wait has given up, and writes the record; exchanged
 CONTROL_TABLE = 16  # + team index * MAX_RANKS + team rank -> world rank
 CONTROL_WORDS = CONTROL_TABLE + (MAX_TEAMS + 1) * MAX_RANKS
 

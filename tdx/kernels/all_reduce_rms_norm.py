@@ -183,7 +183,7 @@ class AllReduceRmsNorm(Plan):
     def _steps(self) -> tuple[int, int, int]:
         """Rows of a shard, rows of it that go in a step, and steps; see shards.Steps."""
         shard = -(-self._rows // self.group.size)
-        slot_bytes = 2 * self.group.size * shard * self._columns * self.dtype.itemsize
+        slot_bytes = _slot_bytes(self._rows, self._columns, self.dtype, self.group.size)
         count = 1 if 2 * slot_bytes <= STAGING_BYTES else -(-4 * slot_bytes // STAGING_BYTES)
         step = -(-shard // max(count, self.config.steps or 1))
         return shard, step, -(-shard // step)
@@ -252,6 +252,11 @@ def _word_bytes(rows: int, columns: int, dtype: np.dtype) -> int:
     return 4 * rows * _row_vectors(columns, dtype) * VECTOR
 
 
+def _slot_bytes(rows: int, columns: int, dtype: np.dtype, ranks: int) -> int:
+    """Bytes of a slot of two_shot that takes all rows at once: shards and results."""
+    return 2 * ranks * -(-rows // ranks) * columns * dtype.itemsize
+
+
 def choose(
     backend: str, rows: int, columns: int, dtype: np.dtype, ranks: int, algorithm: str | None = None
 ) -> Config:
@@ -265,8 +270,10 @@ def choose(
         if ranks > 1 and takes_low_latency(words, ranks, (dtype,)):
             sent["norm_low_latency"] = 2 * (ranks - 1) * words
         algorithm = cheapest(backend, sent, ranks).removeprefix("norm_")
-    with_flags = algorithm == "low_latency"
-    block, warps = row_block(backend, columns, dtype.itemsize, ranks, with_flags)
+    block, warps = row_block(
+        backend, columns, dtype.itemsize, ranks, words=algorithm == "low_latency",
+        whole=2 * _slot_bytes(rows, columns, dtype, ranks) <= STAGING_BYTES,
+    )  # fmt: skip
     return Config(algorithm, block, warps, blocks=constants(backend).blocks)
 
 

@@ -164,20 +164,13 @@ def low_latency_kernel(
                 total, bias, residual + begin, at, mask, out.dtype.element_ty,
                 HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
-            if PIECES == 1:
-                _normalise(
-                    (h,), out + begin, kept + begin, weight, columns, there,
-                    EPS, HAS_RESIDUAL, True, PIECES, BLOCK,
-                )  # fmt: skip
-            else:
-                tl.store(sums + begin + at, h, mask=mask & there)
-        if PIECES > 1:
-            program_barrier()  # what is read now was stored by other threads
-            row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
-            _normalise(
-                row, out + begin, kept + begin, weight, columns, there,
-                EPS, False, False, PIECES, BLOCK,
-            )  # fmt: skip
+            tl.store(sums + begin + at, h, mask=mask & there)
+        program_barrier()  # what is read now was stored by other threads
+        row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
+        _normalise(
+            row, out + begin, kept + begin, weight, columns, there,
+            EPS, False, PIECES == 1, PIECES, BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -240,14 +233,14 @@ def _reduce_rows(
 
 @triton.jit
 def _place(
-    turn, me, size, columns, shard, first, rows, step, task,
+    turn, me, size, columns, shard, first, rows, step, mine, task,
     OTHERS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Of the block's row number `task`: where it is, in a slot from `turn` on and in the results,
-    and whether there is one.
+    """Of the block's row number `task`, of `mine` of each rank: where it is, in a slot from `turn`
+    on and in the results, and whether there is one.
     """
-    peer = (me + RANKS - OTHERS + task % OTHERS) % RANKS
-    index = tl.program_id(0).to(tl.int64) + task // OTHERS * tl.num_programs(0)
+    peer = (me + RANKS - OTHERS + task // mine) % RANKS
+    index = tl.program_id(0).to(tl.int64) + task % mine * tl.num_programs(0)
     there = index < part_length(peer, shard, rows, first, step)
     return turn + peer * size + index * columns, (peer * shard + first + index) * columns, there
 
@@ -261,19 +254,20 @@ def _normalise_rows(
     """Bring the norms of this block's rows of the OTHERS last hops, and with KEEP the rows, to the
     results: those of a step that begins at row `first` of each shard and is in the slot at `turn`.
 
-    A row of one piece is loaded while the one before is worked on.
+    Where nothing else hides its load, a row of one piece is loaded while the one before is worked
+    on.
     """
-    AHEAD: tl.constexpr = PIECES == 1  # there are registers for two rows
+    AHEAD: tl.constexpr = PIECES == 1 and OTHERS < RANKS
     mine = tl.cdiv(tl.maximum(step - tl.program_id(0), 0), tl.num_programs(0))
-    tasks = mine * OTHERS
+    tasks, most = mine * OTHERS, tl.maximum(mine, 1)
     if AHEAD:
         source, to, there = _place(
-            turn, me, size, columns, shard, first, rows, step, 0, OTHERS, RANKS
+            turn, me, size, columns, shard, first, rows, step, most, 0, OTHERS, RANKS
         )
         row = _load_row(results + source, columns, there & (tasks > 0), PIECES, BLOCK)
     for task in range(0, tasks):
         source, place, more = _place(
-            turn, me, size, columns, shard, first, rows, step, task + AHEAD, OTHERS, RANKS
+            turn, me, size, columns, shard, first, rows, step, most, task + AHEAD, OTHERS, RANKS
         )
         following = _load_row(
             results + source, columns, more & (task + AHEAD < tasks), PIECES, BLOCK

@@ -143,7 +143,7 @@ _H200 = {
     "one_shot": Cost(5.4, 295e3),
     "two_shot": Cost(5.8, 360e3, 1.2),
     "push": Cost(5.0, 350e3),
-    "norm_low_latency": Cost(2.0, 234e3, 2.5),
+    "norm_low_latency": Cost(9.9, 234e3),
     "norm_one_shot": Cost(6.1, 295e3),
     "norm_two_shot": Cost(7.7, 316e3, 1.2),
 }
@@ -281,21 +281,21 @@ def shard_block(
 
 
 def row_block(
-    backend: str, columns: int, itemsize: int, ranks: int, words: bool
+    backend: str, columns: int, itemsize: int, ranks: int, words: bool, whole: bool = False
 ) -> tuple[int, int]:
-    """Elements of a row that a block handles at a time, and its warps; `words`: with flags."""
-    whole = max(2, power_of_two(columns))
+    """Elements of a row that a block handles at a time, and its warps; `words`: with flags.
+
+    `whole`: the rows do not go in steps.
+    """
+    row = max(2, power_of_two(columns))
     if backend == "host":
-        return whole, 8
-    # a thread has the pieces of all ranks in its registers: 2 vectors of 16 bytes, or words
+        return row, 8
+    # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or 2 words
     many = words and ranks > 4  # so many words need the registers of two threads
-    few = ranks <= 2 and not words  # and here fewer threads, which meet for each row, are faster
+    few = whole and ranks <= 2 and not words  # here fewer threads, which meet for each row
     threads = 256 if many or few or columns * itemsize <= 4 << 10 else 512
-    if words:
-        piece = 16 if ranks <= 2 else 8 if ranks <= 4 else 4
-    else:
-        piece = 64 if few else 32 if ranks <= 4 else 16
-    return min(whole, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
+    piece = (8 if words else 64 if few else 32) // (1 if ranks <= 4 else 2)
+    return min(row, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
 
 
 def block_bytes(backend: str, nbytes: int) -> int:

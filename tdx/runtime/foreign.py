@@ -62,7 +62,9 @@ def come_after(driver: Driver, memory: Imported, home: int, stream: int) -> None
     Raises InvalidArgument where another library records the owner's stream `home`, and `stream`
     would read what is not there yet.
     """
-    if memory.device[1] != driver.info.index:
+    info = driver.info
+    on_gpu = memory.device[0] == info.dlpack_type != dlpack.CPU
+    if on_gpu and memory.device[1] != info.index:
         driver.wait_elsewhere(memory.device[1], home)
     elif home != stream:
         if driver.recorded_elsewhere(home):

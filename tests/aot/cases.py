@@ -59,7 +59,7 @@ def _norm(algorithm: str, dtype: str, columns: int = 8192, ranks: int = 4, **cho
 
     pointer, size = POINTER[dtype], 2 if dtype == "bfloat16" else 4
     words = algorithm == "low_latency"
-    block, warps = row_block("cuda", columns, size, ranks, words)
+    block, warps = row_block("cuda", columns, size, ranks, words, chosen.get("SLOTS") == 2)
     values = {
         "EPS": 1e-6, "HAS_BIAS": True, "HAS_RESIDUAL": True, "RANKS": ranks, "SLOTS": 4,
         "PIECES": -(-columns // block), "PAIRS": size == 2, "EVEN": columns % 16 == 0,
@@ -233,7 +233,6 @@ CASES = {
     "norm-two_shot-2": _norm("two_shot", "bfloat16", ranks=2, SLOTS=2),
     "norm-two_shot-8": _norm("two_shot", "bfloat16", ranks=8),
     "words-norm-bf16": _norm("low_latency", "bfloat16"),
-    "words-norm-bf16-2": _norm("low_latency", "bfloat16", ranks=2),
     "words-norm-fp32": _norm("low_latency", "float32", 4096, 8),
     "pull": _pull(),
     "pull-odd": _pull("*i8", 1),

@@ -21,8 +21,8 @@ FILES = {
 # Triton 3.6 finds cached kernels by the library's path: a changed file needs another name.
 # Raise triton_driver.LIBRARY_VERSION, rename the files, then enter the new digests.
 DIGESTS = {
-    "tdx_nvidia_2.ll": "a539477b2c61432b",
-    "tdx_amd_2.ll": "bf2de1bdc7b309c4",
+    "tdx_nvidia_3.ll": "14ded4c89e2685dc",
+    "tdx_amd_3.ll": "16581c68b87695e5",
 }
 BACKENDS = [
     (CUDABackend, GPUTarget("cuda", 90, 32)),

@@ -14,6 +14,7 @@ import triton.language as tl
 
 import tdx
 from tdx.kernels import all_reduce, reduce, reduce_scatter
+from tdx.kernels.select import takes_low_latency
 from tdx.runtime import dtypes
 from tests.helpers.cases import limit, worlds
 from tests.helpers.hashed import hashed
@@ -70,7 +71,7 @@ class Operation:
     """A plan chosen at random, the same on every rank, with its arrays."""
 
     def __init__(self, world, rng, largest):
-        ranks = world.size
+        ranks = self.ranks = world.size
         self.kind = ("all_reduce", "reduce_scatter", "reduce")[rng.integers(3)]
         dtype = _DTYPES[rng.integers(len(_DTYPES))]
         floats = "float" in dtype
@@ -109,7 +110,8 @@ class Operation:
         module = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "reduce": reduce}
         config = module[self.kind].Config
         names = config.algorithms
-        if dtypes.resolve(dtype).itemsize not in (2, 4):
+        kind = dtypes.resolve(dtype)
+        if not takes_low_latency(self.numel * kind.itemsize, self.ranks, (kind,)):
             names = [name for name in names if not name.startswith("low_latency")]
         options = {"steps": int(rng.integers(1, 6)), "blocks": int(rng.integers(1, 40))}
         block = int(2 ** rng.integers(6, 12))

@@ -1,49 +1,47 @@
-; Device library of tdx.language for AMD GPUs (gfx942, gfx950), in the text form of LLVM IR: Triton links it into
+; Device library of tdx.language for NVIDIA GPUs, in the text form of LLVM IR: Triton links it into
 ; kernels, so no vendor compiler is needed.
 ;
 ; Addresses are 64-bit integers because Triton passes scalars only. Atomics without a syncscope
 ; have system scope. Offsets into the control block and the fault record are those of tdx/abi.py;
 ; tests compare each "; NAME" comment with it, and the part below "shared" with the other vendor's.
 
-target triple = "amdgcn-amd-amdhsa"
+target triple = "nvptx64-nvidia-cuda"
 
-declare i32 @llvm.amdgcn.workitem.id.x()
-declare i64 @llvm.amdgcn.s.memrealtime()
-declare void @llvm.amdgcn.s.sleep(i32)
+declare i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+declare i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
 
-; Nanoseconds, of a clock that ticks at 100 MHz.
+; Nanoseconds.
 define i64 @tdx_now() alwaysinline {
-  %ticks = call i64 @llvm.amdgcn.s.memrealtime()
-  %now = mul i64 %ticks, 10
+  %now = call i64 asm sideeffect "mov.u64 $0, %globaltimer;", "=l"()
   ret i64 %now
 }
 
 define void @tdx_pause() alwaysinline {
-  call void @llvm.amdgcn.s.sleep(i32 1)
   ret void
 }
 
-; The value itself, opaque to Triton: lets each thread's own scalar enter a block.
-define i32 @tdx_per_thread(i32 %lane, i32 %value) alwaysinline {
-  ret i32 %value
+; Is %value non-zero in every thread of the program? One barrier; memory is ordered across it.
+define i32 @tdx_all(i32 %value) alwaysinline {
+  %all = call i32 asm sideeffect "{ .reg .pred mine, all; setp.ne.u32 mine, $1, 0; bar.red.and.pred all, 0, mine; selp.u32 $0, 1, 0, all; }", "=r,r,~{memory}"(i32 %value) convergent
+  ret i32 %all
 }
 
-; After a barrier: no later load moves above it.
-define i32 @tdx_after_barrier() alwaysinline {
-  fence syncscope("workgroup") acquire
-  ret i32 0
+; The threads of the program wait for %count words at %base. The same result in all threads.
+define i32 @tdx_wait_span(i64 %base, i32 %count, i32 %value, i32 %cmp, i64 %control, i32 %team,
+                          i32 %peer, i32 %program) alwaysinline {
+  %thread = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
+  %threads = call i32 @llvm.nvvm.read.ptx.sreg.ntid.x()
+  %mine = call i32 @tdx_spin_span(i32 %thread, i32 %threads, i32 %count, i64 %base, i32 %value,
+                                  i32 %cmp, i64 %control, i32 %team, i32 %peer, i32 %program)
+  %all = call i32 @tdx_all(i32 %mine)
+  ret i32 %all
 }
 
-; This wave's stores have left it. Needed in every wave ahead of the barrier of a notify:
-; s_barrier waits for no store, and a release waits for the stores of its own wave only.
-define i32 @tdx_drain() alwaysinline {
-  call void asm sideeffect "s_waitcnt vmcnt(0)", "~{memory}"()
-  ret i32 0
-}
-
+; 1 in thread 0 when %when holds and no fault stands, else 0. Before the barrier of a notify, so
+; that the load overlaps with it.
 define i32 @tdx_may_publish(i32 %when, i64 %control) alwaysinline {
 entry:
-  %thread = call i32 @llvm.amdgcn.workitem.id.x()
+  %thread = call i32 @llvm.nvvm.read.ptx.sreg.tid.x()
   %zero = icmp eq i32 %thread, 0
   %wanted = icmp ne i32 %when, 0
   %look = and i1 %zero, %wanted
@@ -63,9 +61,7 @@ entry:
   %yes = icmp ne i32 %may, 0
   br i1 %yes, label %store, label %done
 store:
-  %released = call i32 @tdx_release()
-  %word = inttoptr i64 %address to ptr addrspace(1)
-  store atomic i32 %value, ptr addrspace(1) %word monotonic, align 4
+  call void asm sideeffect "st.release.sys.global.b32 [$0], $1;", "l,r,~{memory}"(i64 %address, i32 %value)
   br label %done
 done:
   ret i32 0
@@ -76,37 +72,37 @@ entry:
   %yes = icmp ne i32 %may, 0
   br i1 %yes, label %add, label %done
 add:
-  %released = call i32 @tdx_release()
-  %word = inttoptr i64 %address to ptr addrspace(1)
-  %old = atomicrmw add ptr addrspace(1) %word, i32 %value monotonic
+  call void asm sideeffect "red.release.sys.global.add.u32 [$0], $1;", "l,r,~{memory}"(i64 %address, i32 %value)
   br label %done
 done:
   ret i32 0
 }
 
-; Release for a relaxed store or atomic that follows. The explicit wait is for the write-back of
-; the L2 cache, which the LLVM of Triton 3.6 leaves out when it knows of no store under way.
-define i32 @tdx_release() alwaysinline {
-  fence release
-  call void asm sideeffect "s_waitcnt vmcnt(0)", "~{memory}"()
+; Orders this thread's earlier accesses before its later ones for every observer.
+define i32 @tdx_fence() alwaysinline {
+  call void asm sideeffect "fence.acq_rel.sys;", "~{memory}"()
   ret i32 0
 }
 
-; Orders this thread's earlier accesses before its later ones for every observer.
-define i32 @tdx_fence() alwaysinline {
-  %released = call i32 @tdx_release()
-  fence acquire
+; This thread's asynchronous bulk stores are written and visible to it. sm_90 and later.
+define i32 @tdx_complete_bulk_stores() alwaysinline {
+  call void asm sideeffect "cp.async.bulk.wait_group 0;", "~{memory}"()
+  ret i32 0
+}
+
+define i32 @tdx_fence_async_proxy() alwaysinline {
+  call void asm sideeffect "fence.proxy.async;", "~{memory}"()
   ret i32 0
 }
 
 ; 0, in a way that the compiler cannot see through.
 define i32 @tdx_zero(i32 %token) alwaysinline {
-  %zero = call i32 asm "s_mov_b32 $0, 0 ; $1", "=s,v"(i32 %token)
+  %zero = call i32 asm "mov.b32 $0, 0; // $1", "=r,r"(i32 %token)
   ret i32 %zero
 }
 
-; Calls would need a stack, which the kernels do without.
-attributes #0 = { alwaysinline }
+; Rarely executed code stays out of line: a short kernel pays for every instruction it skips.
+attributes #0 = { noinline cold }
 
 ; ---- shared
 
@@ -127,15 +123,15 @@ define i64 @tdx_fault(i64 %control) alwaysinline {
   ret i64 %fault
 }
 
-; The first to claim writes the record, publishes it by its state, and sets the fault word last: a
-; kernel that ends because of the fault ends when the host can see why. True for the first.
-define i1 @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team, i32 %peer,
-                      i32 %program) alwaysinline {
+; The first to claim writes the record, publishes it by its state, and sets the fault word last, for
+; which the others wait: a kernel that ends because of the fault ends when the host can see why.
+define void @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team, i32 %peer,
+                        i32 %program) alwaysinline {
 entry:
   %word = inttoptr i64 %control to ptr addrspace(1)
   %claimed = getelementptr i64, ptr addrspace(1) %word, i64 3                  ; CONTROL_CLAIM
-  %claim = cmpxchg ptr addrspace(1) %claimed, i64 0, i64 1 monotonic monotonic
-  %won = extractvalue { i64, i1 } %claim, 1
+  %claim = atomicrmw xchg ptr addrspace(1) %claimed, i32 1 monotonic
+  %won = icmp eq i32 %claim, 0
   br i1 %won, label %report, label %done
 report:
   %where = getelementptr i64, ptr addrspace(1) %word, i64 1                    ; CONTROL_RECORD
@@ -164,7 +160,11 @@ report:
   store atomic i64 1, ptr addrspace(1) %word release, align 8                  ; FAULT_TIMEOUT
   br label %done
 done:
-  ret i1 %won
+  %standing = call i64 @tdx_fault(i64 %control)
+  %stands = icmp ne i64 %standing, 0
+  br i1 %stands, label %told, label %done
+told:
+  ret void
 }
 
 ; After failed poll number %polls: may the caller poll on? Looks at the fault word and the clock
@@ -205,9 +205,9 @@ clock:
 later:
   ret i64 %begun
 expire:
-  %won = call i1 @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team,
-                             i32 %peer, i32 %program)
-  br i1 %won, label %give.up, label %later
+  call void @tdx_expire(i64 %address, i32 %value, i32 %seen, i64 %control, i32 %team, i32 %peer,
+                        i32 %program)
+  br label %give.up
 give.up:
   ret i64 -1
 }
