@@ -292,7 +292,7 @@ def row_block(
         return row, 8
     # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or 2 words
     many = words and ranks > 4  # so many words need the registers of two threads
-    few = whole and ranks <= 2 and not words  # here fewer threads, which meet for each row
+    few = whole and ranks <= 2 and not words  # fewer threads, which meet for each row, are faster
     threads = 256 if many or few or columns * itemsize <= 4 << 10 else 512
     piece = (8 if words else 64 if few else 32) // (1 if ranks <= 4 else 2)
     return min(row, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
