@@ -26,7 +26,9 @@ __all__ = [
     "combine",
     "finish",
     "from_words",
+    "join_words",
     "mean",
+    "part_words",
     "reduce_words",
     "to_words",
     "widen",
@@ -201,6 +203,21 @@ def from_words(words, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     else:
         values = words
     return values
+
+
+@triton.jit
+def join_words(words):
+    """Words of 4 bytes in twos, as values of 8."""
+    low, high = tl.split(tl.reshape(words, (words.shape[0] // 2, 2)))
+    low = low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return low | (high.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+
+
+@triton.jit
+def part_words(twos, KIND: tl.constexpr):
+    """Undo join_words: words of the type KIND."""
+    words = tl.interleave(twos.to(tl.int32), (twos >> 32).to(tl.int32))
+    return words.to(KIND, bitcast=True)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copying import VECTOR, copy_share
-from tdx.kernels.reduction import reduce_words, to_words
+from tdx.kernels.reduction import join_words, part_words, reduce_words, to_words
 from tdx.kernels.shards import notify_ranks, part_length, sum_of_ranks
 from tdx.kernels.tile_product import known
 from tdx.language.signal import program_barrier
@@ -51,16 +51,14 @@ def _load_row(source, columns, when, PIECES: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _normalise(
-    row, out, kept, weight, columns, when,
+    row, factors, out, kept, weight, columns, when,
     EPS: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the norm of a row, given as a tuple of pieces of h, and with KEEP also h.
 
-    EARLY: the weight is loaded while the squares are added up, for which there are registers.
+    EARLY: `factors` are the pieces of the weight, loaded before, for which there are registers.
     """
-    if EARLY:
-        factors = _load_row(weight, columns, True, PIECES, BLOCK)
     squares = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(PIECES):
         value = row[piece].to(tl.float32)
@@ -108,10 +106,47 @@ def one_shot_kernel(
                     HAS_BIAS, HAS_RESIDUAL,
                 )  # fmt: skip
                 row = row + (h,)  # noqa: RUF005 - Triton has no star
+            factors = ()
+            if PIECES == 1:
+                factors = _load_row(weight, columns, True, PIECES, BLOCK)
             _normalise(
-                row, out + begin, kept + begin, weight, columns, True,
+                row, factors, out + begin, kept + begin, weight, columns, True,
                 EPS, HAS_RESIDUAL, PIECES == 1, PIECES, BLOCK,
             )  # fmt: skip
+
+
+@triton.jit
+def _sum_words(
+    x, slot, stride, flag, world, bias, residual, piece, columns, row_words,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """h of a piece of a row, and of each element whether it has come."""
+    TWOS: tl.constexpr = BLOCK // 4 if PAIRS else BLOCK // 2
+    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
+    at = piece * BLOCK + tl.arange(0, BLOCK)
+    mask = at < columns
+    own = to_words(tl.load(x + at, mask=mask, other=0), PAIRS)
+    if HAS_BIAS:  # both while the words are on their way
+        vector = tl.load(bias + at, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        whole = tl.load(residual + at, mask=mask, other=0.0)
+    place = (piece * TWOS + tl.arange(0, TWOS)) * 2
+    twos, arrived = tdl.load_ll_all(
+        slot + place, stride, flag, world, RANKS, place < row_words, tl.int64
+    )
+    words = ()
+    for peer in tl.static_range(RANKS):
+        words = words + (part_words(twos[peer], KIND),)  # noqa: RUF005 - Triton has no star
+    arrived = tl.interleave(arrived, arrived)
+    if PAIRS:
+        arrived = tl.interleave(arrived, arrived)
+    total = reduce_words(own, words, world, x.dtype.element_ty, "sum", RANKS, PAIRS)
+    if HAS_BIAS:
+        total = total + vector.to(tl.float32)
+    if HAS_RESIDUAL:
+        total = total + whole.to(tl.float32)
+    return tl.where(mask, total, 0.0).to(x.dtype.element_ty), arrived | (at >= columns)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -122,11 +157,11 @@ def low_latency_kernel(
 ):  # fmt: skip
     """Push the own rows to everybody as words with flags; reduce and normalise what arrives.
 
-    A row takes VECTOR * row_vectors words. PAIRS: two elements share a word.
+    A row takes VECTOR * row_vectors words, which travel in twos. PAIRS: two elements share a word.
     """
     columns = known(columns, EVEN)
-    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
-    WORDS: tl.constexpr = BLOCK // 2 if PAIRS else BLOCK
+    TWOS: tl.constexpr = BLOCK // 4 if PAIRS else BLOCK // 2
+    FEW: tl.constexpr = PIECES <= 4  # a row stays in registers
     me = tdl.rank(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
@@ -137,39 +172,42 @@ def low_latency_kernel(
         for piece in range(PIECES):
             at = piece * BLOCK + tl.arange(0, BLOCK)
             begin = tl.cast(index, tl.int64) * columns
-            words = to_words(tl.load(x + begin + at, mask=at < columns, other=0), PAIRS)
-            place = piece * WORDS + tl.arange(0, WORDS)
+            twos = join_words(to_words(tl.load(x + begin + at, mask=at < columns, other=0), PAIRS))
+            place = (piece * TWOS + tl.arange(0, TWOS)) * 2
             to = slot + me * stride + index * row_words + place
             for hop in tl.static_range(1, RANKS):
                 sent = (place < row_words) & sound
-                tdl.store_ll(to, words, flag, (me + hop) % RANKS, world, sent)
-    sums = kept if HAS_RESIDUAL else out  # where h is until its norm is known
+                tdl.store_ll(to, twos, flag, (me + hop) % RANKS, world, sent)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         begin = tl.cast(index, tl.int64) * columns
+        source = slot + index * row_words
         there = tl.full((BLOCK,), 1, tl.int1)
-        for piece in range(PIECES):
-            at = piece * BLOCK + tl.arange(0, BLOCK)
-            mask = at < columns
-            own = to_words(tl.load(x + begin + at, mask=mask, other=0), PAIRS)
-            place = piece * WORDS + tl.arange(0, WORDS)
-            words, arrived = tdl.load_ll_all(
-                slot + index * row_words + place, stride, flag, world, RANKS,
-                place < row_words, KIND,
-            )  # fmt: skip
-            if PAIRS:
-                arrived = tl.interleave(arrived, arrived)
-            there = there & (arrived | (at >= columns))
-            total = reduce_words(own, words, world, x.dtype.element_ty, "sum", RANKS, PAIRS)
-            h = _rounded(
-                total, bias, residual + begin, at, mask, out.dtype.element_ty,
-                HAS_BIAS, HAS_RESIDUAL,
-            )  # fmt: skip
-            tl.store(sums + begin + at, h, mask=mask & there)
-        program_barrier()  # what is read now was stored by other threads
-        row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
+        row, factors = (), ()
+        if PIECES == 1:
+            factors = _load_row(weight, columns, True, PIECES, BLOCK)
+        if FEW:
+            for piece in tl.static_range(PIECES):
+                h, arrived = _sum_words(
+                    x + begin, source, stride, flag, world, bias, residual + begin, piece, columns,
+                    row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
+                )  # fmt: skip
+                there = there & arrived
+                row = row + (h,)  # noqa: RUF005
+        else:
+            sums = kept if HAS_RESIDUAL else out  # where h is until its norm is known
+            for piece in range(PIECES):
+                h, arrived = _sum_words(
+                    x + begin, source, stride, flag, world, bias, residual + begin, piece, columns,
+                    row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
+                )  # fmt: skip
+                there = there & arrived
+                at = piece * BLOCK + tl.arange(0, BLOCK)
+                tl.store(sums + begin + at, h, mask=(at < columns) & there)
+            program_barrier()  # what is read now was stored by other threads
+            row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
         _normalise(
-            row, out + begin, kept + begin, weight, columns, there,
-            EPS, False, PIECES == 1, PIECES, BLOCK,
+            row, factors, out + begin, kept + begin, weight, columns, there,
+            EPS, HAS_RESIDUAL and FEW, PIECES == 1, PIECES, BLOCK,
         )  # fmt: skip
 
 
@@ -216,14 +254,14 @@ def _reduce_rows(
             )  # fmt: skip
             if AT_ONCE and PIECES == 1:
                 _normalise(
-                    (h,), out + begin, kept + begin, weight, columns, True,
+                    (h,), (), out + begin, kept + begin, weight, columns, True,
                     EPS, HAS_RESIDUAL, False, PIECES, BLOCK,
                 )  # fmt: skip
         if AT_ONCE and PIECES > 1:  # the registers hold no whole row beside all ranks' pieces
             program_barrier()  # what is read now was stored by other threads
             row = _load_row(mine + begin, columns, True, PIECES, BLOCK)
             _normalise(
-                row, out + begin, kept + begin, weight, columns, True,
+                row, (), out + begin, kept + begin, weight, columns, True,
                 EPS, HAS_RESIDUAL, False, PIECES, BLOCK,
             )  # fmt: skip
     program_barrier()  # what is pushed on was stored by other threads
@@ -275,7 +313,7 @@ def _normalise_rows(
         if not AHEAD:
             row, to, there = following, place, more
         _normalise(
-            row, out + to, kept + to, weight, columns, there, EPS, KEEP, False, PIECES, BLOCK
+            row, (), out + to, kept + to, weight, columns, there, EPS, KEEP, False, PIECES, BLOCK
         )
         if AHEAD:
             row, to, there = following, place, more

@@ -287,15 +287,20 @@ def row_block(
 
     `whole`: the rows do not go in steps.
     """
-    row = max(2, power_of_two(columns))
+    row = max(4, power_of_two(columns))
     if backend == "host":
         return row, 8
-    # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or 2 words
-    many = words and ranks > 4  # so many words need the registers of two threads
-    few = whole and ranks <= 2 and not words  # fewer threads, which meet for each row, are faster
-    threads = 256 if many or few or columns * itemsize <= 4 << 10 else 512
-    piece = (8 if words else 64 if few else 32) // (1 if ranks <= 4 else 2)
-    return min(row, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
+    wave = 64 if backend == "hip" else 32
+    # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or 8 bytes
+    # with flags, one poll
+    if words:
+        threads = 1024 if ranks <= 2 else 512 if ranks <= 8 else 256
+        threads = min(threads, max(128, row * itemsize // 8))
+        return min(row, threads * 8 // itemsize), threads // wave
+    few = whole and ranks <= 2  # fewer threads, which meet for each row, are faster
+    threads = 256 if few or columns * itemsize <= 4 << 10 else 512
+    piece = (64 if few else 32) // (1 if ranks <= 4 else 2)
+    return min(row, threads * piece // itemsize), threads // wave
 
 
 def block_bytes(backend: str, nbytes: int) -> int:

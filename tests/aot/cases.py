@@ -234,6 +234,7 @@ CASES = {
     "norm-two_shot-8": _norm("two_shot", "bfloat16", ranks=8),
     "words-norm-bf16": _norm("low_latency", "bfloat16"),
     "words-norm-fp32": _norm("low_latency", "float32", 4096, 8),
+    "words-norm-2-bf16": _norm("low_latency", "bfloat16", 8192, 2),
     "pull": _pull(),
     "pull-odd": _pull("*i8", 1),
     "push": _push(),
