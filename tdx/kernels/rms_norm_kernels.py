@@ -117,20 +117,16 @@ def one_shot_kernel(
 
 @triton.jit
 def _sum_words(
-    x, slot, stride, flag, world, bias, residual, piece, columns, row_words,
+    own, vector, whole, slot, stride, flag, world, piece, columns, row_words,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h of a piece of a row, and of each element whether it has come."""
+    """h of a piece of a row, and of each element whether it has come.
+
+    `own`, `vector` and `whole` are its pieces of x, bias and residual.
+    """
     TWOS: tl.constexpr = BLOCK // 4 if PAIRS else BLOCK // 2
-    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
-    at = piece * BLOCK + tl.arange(0, BLOCK)
-    mask = at < columns
-    own = to_words(tl.load(x + at, mask=mask, other=0), PAIRS)
-    if HAS_BIAS:  # both while the words are on their way
-        vector = tl.load(bias + at, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
-        whole = tl.load(residual + at, mask=mask, other=0.0)
+    KIND: tl.constexpr = tl.int32 if PAIRS else own.dtype
     place = (piece * TWOS + tl.arange(0, TWOS)) * 2
     twos, arrived = tdl.load_ll_all(
         slot + place, stride, flag, world, RANKS, place < row_words, tl.int64
@@ -141,12 +137,13 @@ def _sum_words(
     arrived = tl.interleave(arrived, arrived)
     if PAIRS:
         arrived = tl.interleave(arrived, arrived)
-    total = reduce_words(own, words, world, x.dtype.element_ty, "sum", RANKS, PAIRS)
+    total = reduce_words(to_words(own, PAIRS), words, world, own.dtype, "sum", RANKS, PAIRS)
     if HAS_BIAS:
         total = total + vector.to(tl.float32)
     if HAS_RESIDUAL:
         total = total + whole.to(tl.float32)
-    return tl.where(mask, total, 0.0).to(x.dtype.element_ty), arrived | (at >= columns)
+    inside = piece * BLOCK + tl.arange(0, BLOCK) < columns
+    return tl.where(inside, total, 0.0).to(own.dtype), arrived | (not inside)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -161,7 +158,8 @@ def low_latency_kernel(
     """
     columns = known(columns, EVEN)
     TWOS: tl.constexpr = BLOCK // 4 if PAIRS else BLOCK // 2
-    FEW: tl.constexpr = PIECES <= 4  # a row stays in registers
+    FEW: tl.constexpr = (4 if RANKS <= 4 else 2) >= PIECES  # a row stays in registers
+    EARLY: tl.constexpr = PIECES <= 2
     me = tdl.rank(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
@@ -183,31 +181,44 @@ def low_latency_kernel(
         source = slot + index * row_words
         there = tl.full((BLOCK,), 1, tl.int1)
         row, factors = (), ()
-        if PIECES == 1:
-            factors = _load_row(weight, columns, True, PIECES, BLOCK)
-        if FEW:
+        if FEW:  # all loads while the words are on their way
+            own = _load_row(x + begin, columns, True, PIECES, BLOCK)
+            vector, whole = own, own  # stand in for what there is not
+            if HAS_BIAS:
+                vector = _load_row(bias, columns, True, PIECES, BLOCK)
+            if HAS_RESIDUAL:
+                whole = _load_row(residual + begin, columns, True, PIECES, BLOCK)
+            if EARLY:
+                factors = _load_row(weight, columns, True, PIECES, BLOCK)
             for piece in tl.static_range(PIECES):
                 h, arrived = _sum_words(
-                    x + begin, source, stride, flag, world, bias, residual + begin, piece, columns,
-                    row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
+                    own[piece], vector[piece], whole[piece], source, stride, flag, world, piece,
+                    columns, row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
                 )  # fmt: skip
                 there = there & arrived
                 row = row + (h,)  # noqa: RUF005
         else:
             sums = kept if HAS_RESIDUAL else out  # where h is until its norm is known
             for piece in range(PIECES):
+                at = piece * BLOCK + tl.arange(0, BLOCK)
+                mask = at < columns
+                part = tl.load(x + begin + at, mask=mask, other=0.0)
+                vector, whole = part, part
+                if HAS_BIAS:
+                    vector = tl.load(bias + at, mask=mask, other=0.0)
+                if HAS_RESIDUAL:
+                    whole = tl.load(residual + begin + at, mask=mask, other=0.0)
                 h, arrived = _sum_words(
-                    x + begin, source, stride, flag, world, bias, residual + begin, piece, columns,
-                    row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
+                    part, vector, whole, source, stride, flag, world, piece, columns, row_words,
+                    HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
                 )  # fmt: skip
                 there = there & arrived
-                at = piece * BLOCK + tl.arange(0, BLOCK)
-                tl.store(sums + begin + at, h, mask=(at < columns) & there)
+                tl.store(sums + begin + at, h, mask=mask & there)
             program_barrier()  # what is read now was stored by other threads
             row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
         _normalise(
             row, factors, out + begin, kept + begin, weight, columns, there,
-            EPS, HAS_RESIDUAL and FEW, PIECES == 1, PIECES, BLOCK,
+            EPS, HAS_RESIDUAL and FEW, EARLY, PIECES, BLOCK,
         )  # fmt: skip
 
 
