@@ -269,7 +269,9 @@ def choose(
         words = _word_bytes(rows, columns, dtype)
         if ranks > 1 and takes_low_latency(words, ranks, (dtype,)):
             sent["norm_low_latency"] = 2 * (ranks - 1) * words
-        algorithm = cheapest(backend, sent, ranks).removeprefix("norm_")
+        block, _ = row_block(backend, columns, dtype.itemsize, ranks, words=True)
+        pieces = -(-columns // block)
+        algorithm = cheapest(backend, sent, ranks, pieces).removeprefix("norm_")
     block, warps = row_block(
         backend, columns, dtype.itemsize, ranks, words=algorithm == "low_latency",
         whole=2 * _slot_bytes(rows, columns, dtype, ranks) <= STAGING_BYTES,

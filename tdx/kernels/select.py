@@ -127,13 +127,14 @@ STAGING_BYTES = 64 << 20  # most memory of a plan for slots that large arrays pa
 
 @dataclass(frozen=True)
 class Cost:
-    """What a reduction costs: `us` microseconds, `peer_us` for each peer, and one for each
-    `bytes_per_us` bytes sent.
+    """What a reduction costs: `us` microseconds, `peer_us` for each peer, `piece_us` for each piece
+    of a row but the first, and one for each `bytes_per_us` bytes sent.
     """
 
     us: float
     bytes_per_us: float
     peer_us: float = 0
+    piece_us: float = 0
 
 
 # Of 2 and 4 x H200 with NVLink (18 links each) in a graph, bfloat16; of 4 ranks on 2 cores.
@@ -143,7 +144,7 @@ _H200 = {
     "one_shot": Cost(5.4, 295e3),
     "two_shot": Cost(5.8, 360e3, 1.2),
     "push": Cost(5.0, 350e3),
-    "norm_low_latency": Cost(9.9, 234e3),
+    "norm_low_latency": Cost(4.45, 334e3, piece_us=2.3),
     "norm_one_shot": Cost(6.1, 295e3),
     "norm_two_shot": Cost(7.7, 316e3, 1.2),
 }
@@ -159,12 +160,16 @@ COSTS: dict[str, dict[str, Cost]] = {
 }  # fmt: skip
 
 
-def cheapest(backend: str, sent: Mapping[str, float], ranks: int) -> str:
-    """The algorithm that takes least time, of those for which `sent` has the bytes a rank sends."""
+def cheapest(backend: str, sent: Mapping[str, float], ranks: int, pieces: int = 1) -> str:
+    """The algorithm that takes least time, of those for which `sent` has the bytes a rank sends.
+
+    `pieces`: of a row, where data and flag share words.
+    """
 
     def us(name: str) -> float:
         cost = COSTS[backend][name]
-        return cost.us + cost.peer_us * (ranks - 1) + sent[name] / cost.bytes_per_us
+        more = cost.peer_us * (ranks - 1) + cost.piece_us * (pieces - 1)
+        return cost.us + more + sent[name] / cost.bytes_per_us
 
     return min(sent, key=us)
 

@@ -271,24 +271,33 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
     with tdx.init(backend=args.backend) as world:
         bench = Bench(world, args)
         rows, columns = [], _columns(module, args.all_algorithms)
+        document = {"setting": _setting(world, bench), "rows": rows, "notes": []}
         if world.rank == 0:
-            print(_setting(world, bench), flush=True)
+            print(document["setting"], flush=True)
             print(_heading(columns, args.markdown), flush=True)
         for row in module.rows(bench):
             rows.append(row)
             if world.rank == 0:
                 print(_line(row, columns, args.markdown), flush=True)
+                _write(args.json, document)  # what is there when a run is cut short
         bench.peers.close()
         missing = [bench.peers.missing, *[bench.peers.products.missing] * ("library" in columns)]
         notes = _notes("; ".join(filter(None, missing)), columns, rows)
         if world.rank == 0:
             print("".join(f"\n{note}" for note in notes), end="\n" * bool(notes), flush=True)
-        if world.rank == 0 and args.json:
-            document = {"setting": _setting(world, bench), "rows": rows, "notes": notes}
-            Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+        if world.rank == 0:
+            _write(args.json, document | {"notes": notes})
         if world.rank == 0 and args.plot:
-            plot.draw(args.operation, _setting(world, bench), rows, args.plot)
+            plot.draw(args.operation, document["setting"], rows, args.plot)
     return 1 if any("error" in row for row in rows) else 0
+
+
+def _write(path: str | None, document: dict[str, Any]) -> None:
+    """Write the document whole, or leave the one before."""
+    if path:
+        part = Path(f"{path}.part")
+        part.write_text(json.dumps(document, indent=1) + "\n")
+        part.replace(path)
 
 
 def _setting(world: Any, bench: Bench) -> str:
