@@ -28,6 +28,7 @@ __all__ = [
     "from_words",
     "join_words",
     "mean",
+    "pair_words",
     "part_words",
     "reduce_words",
     "to_words",
@@ -206,18 +207,36 @@ def from_words(words, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def join_words(words):
-    """Words of 4 bytes in twos, as values of 8."""
-    low, high = tl.split(tl.reshape(words, (words.shape[0] // 2, 2)))
-    low = low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return low | (high.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+def part_words(words, COUNT: tl.constexpr):
+    """Words of 4 bytes in groups of 2 or 4: the first of each group, the second, and so on."""
+    HALF: tl.constexpr = words.shape[0] // 2
+    even, odd = tl.split(tl.reshape(words, (HALF, 2)))
+    if COUNT == 2:
+        parts = (even, odd)
+    else:
+        first, third = tl.split(tl.reshape(even, (HALF // 2, 2)))
+        second, fourth = tl.split(tl.reshape(odd, (HALF // 2, 2)))
+        parts = (first, second, third, fourth)
+    return parts
 
 
 @triton.jit
-def part_words(twos, KIND: tl.constexpr):
-    """Undo join_words: words of the type KIND."""
-    words = tl.interleave(twos.to(tl.int32), (twos >> 32).to(tl.int32))
-    return words.to(KIND, bitcast=True)
+def join_words(parts, first: tl.constexpr, COUNT: tl.constexpr):
+    """Undo part_words, whose parts are those from number `first` on."""
+    if COUNT == 2:
+        words = tl.interleave(parts[first], parts[first + 1])
+    else:
+        even = tl.interleave(parts[first], parts[first + 2])
+        odd = tl.interleave(parts[first + 1], parts[first + 3])
+        words = tl.interleave(even, odd)
+    return words
+
+
+@triton.jit
+def pair_words(low, high):
+    """Two words of 4 bytes as a value of 8."""
+    low = low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return low | (high.to(tl.int32, bitcast=True).to(tl.int64) << 32)
 
 
 @triton.jit

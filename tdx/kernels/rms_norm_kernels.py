@@ -7,14 +7,16 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copying import VECTOR, copy_share
-from tdx.kernels.reduction import join_words, part_words, reduce_words, to_words
+from tdx.kernels.reduction import join_words, pair_words, part_words, reduce_words, to_words
 from tdx.kernels.shards import notify_ranks, part_length, sum_of_ranks
 from tdx.kernels.tile_product import known
 from tdx.language.signal import program_barrier
+from tdx.language.words import load_words_all
 
 __all__ = ["low_latency_kernel", "one_shot_kernel", "two_shot_kernel"]
 
 _VECTOR = tl.constexpr(VECTOR)
+_AT_ONCE = tl.constexpr(4)  # words with flags that a thread polls at once, for up to 8 ranks
 _SIZES = ["rows", "columns", "slot_vectors", "row_vectors", "shard", "step", "steps"]
 
 
@@ -117,33 +119,38 @@ def one_shot_kernel(
 
 @triton.jit
 def _sum_words(
-    own, vector, whole, slot, stride, flag, world, piece, columns, row_words,
+    x, whole, bias, slot, stride, flag, world, piece, columns, row_words,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h of a piece of a row, and of each element whether it has come.
 
-    `own`, `vector` and `whole` are its pieces of x, bias and residual.
+    `whole` is its piece of the residual, which is far away. Those of x, which was just read, and
+    bias would take too many registers until the words are there.
     """
-    TWOS: tl.constexpr = BLOCK // 4 if PAIRS else BLOCK // 2
-    KIND: tl.constexpr = tl.int32 if PAIRS else own.dtype
-    place = (piece * TWOS + tl.arange(0, TWOS)) * 2
-    twos, arrived = tdl.load_ll_all(
-        slot + place, stride, flag, world, RANKS, place < row_words, tl.int64
-    )
+    COUNT: tl.constexpr = _AT_ONCE if RANKS <= 8 else 2
+    GROUPS: tl.constexpr = BLOCK // (2 * COUNT) if PAIRS else BLOCK // COUNT
+    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
+    place = (piece * GROUPS + tl.arange(0, GROUPS)) * COUNT
+    parts, come = load_words_all(slot + place, stride, flag, world, RANKS, place < row_words, COUNT)
     words = ()
     for peer in tl.static_range(RANKS):
-        words = words + (part_words(twos[peer], KIND),)  # noqa: RUF005 - Triton has no star
-    arrived = tl.interleave(arrived, arrived)
+        each = join_words(parts, peer * COUNT, COUNT)
+        words = words + (each.to(KIND, bitcast=True),)  # noqa: RUF005 - Triton has no star
+    arrived = tl.interleave(come, come)
+    if COUNT == 4:
+        arrived = tl.interleave(arrived, arrived)
     if PAIRS:
         arrived = tl.interleave(arrived, arrived)
-    total = reduce_words(to_words(own, PAIRS), words, world, own.dtype, "sum", RANKS, PAIRS)
+    at = piece * BLOCK + tl.arange(0, BLOCK)
+    inside = at < columns
+    own = to_words(tl.load(x + at, mask=inside, other=0), PAIRS)
+    total = reduce_words(own, words, world, x.dtype.element_ty, "sum", RANKS, PAIRS)
     if HAS_BIAS:
-        total = total + vector.to(tl.float32)
+        total = total + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         total = total + whole.to(tl.float32)
-    inside = piece * BLOCK + tl.arange(0, BLOCK) < columns
-    return tl.where(inside, total, 0.0).to(own.dtype), arrived | (not inside)
+    return tl.where(inside, total, 0.0).to(x.dtype.element_ty), arrived | (at >= columns)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -154,12 +161,13 @@ def low_latency_kernel(
 ):  # fmt: skip
     """Push the own rows to everybody as words with flags; reduce and normalise what arrives.
 
-    A row takes VECTOR * row_vectors words, which travel in twos. PAIRS: two elements share a word.
+    A row takes VECTOR * row_vectors words, of which a thread has COUNT together. PAIRS: two
+    elements share a word.
     """
     columns = known(columns, EVEN)
-    TWOS: tl.constexpr = BLOCK // 4 if PAIRS else BLOCK // 2
-    FEW: tl.constexpr = (4 if RANKS <= 4 else 2) >= PIECES  # a row stays in registers
-    EARLY: tl.constexpr = PIECES <= 2
+    COUNT: tl.constexpr = _AT_ONCE if RANKS <= 8 else 2
+    GROUPS: tl.constexpr = BLOCK // (2 * COUNT) if PAIRS else BLOCK // COUNT
+    FEW: tl.constexpr = PIECES <= 2  # a row stays in registers
     me = tdl.rank(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
@@ -170,29 +178,28 @@ def low_latency_kernel(
         for piece in range(PIECES):
             at = piece * BLOCK + tl.arange(0, BLOCK)
             begin = tl.cast(index, tl.int64) * columns
-            twos = join_words(to_words(tl.load(x + begin + at, mask=at < columns, other=0), PAIRS))
-            place = (piece * TWOS + tl.arange(0, TWOS)) * 2
+            words = to_words(tl.load(x + begin + at, mask=at < columns, other=0), PAIRS)
+            parts = part_words(words, COUNT)
+            place = (piece * GROUPS + tl.arange(0, GROUPS)) * COUNT
             to = slot + me * stride + index * row_words + place
             for hop in tl.static_range(1, RANKS):
                 sent = (place < row_words) & sound
-                tdl.store_ll(to, twos, flag, (me + hop) % RANKS, world, sent)
+                for i in tl.static_range(0, COUNT, 2):
+                    two = pair_words(parts[i], parts[i + 1])
+                    tdl.store_ll(to + i, two, flag, (me + hop) % RANKS, world, sent)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         begin = tl.cast(index, tl.int64) * columns
         source = slot + index * row_words
         there = tl.full((BLOCK,), 1, tl.int1)
         row, factors = (), ()
-        if FEW:  # all loads while the words are on their way
-            own = _load_row(x + begin, columns, True, PIECES, BLOCK)
-            vector, whole = own, own  # stand in for what there is not
-            if HAS_BIAS:
-                vector = _load_row(bias, columns, True, PIECES, BLOCK)
+        if FEW:  # what is far away is loaded while the words are on their way
+            factors = _load_row(weight, columns, True, PIECES, BLOCK)
+            whole = factors  # stands in for what there is not
             if HAS_RESIDUAL:
                 whole = _load_row(residual + begin, columns, True, PIECES, BLOCK)
-            if EARLY:
-                factors = _load_row(weight, columns, True, PIECES, BLOCK)
             for piece in tl.static_range(PIECES):
                 h, arrived = _sum_words(
-                    own[piece], vector[piece], whole[piece], source, stride, flag, world, piece,
+                    x + begin, whole[piece], bias, source, stride, flag, world, piece,
                     columns, row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
                 )  # fmt: skip
                 there = there & arrived
@@ -202,15 +209,12 @@ def low_latency_kernel(
             for piece in range(PIECES):
                 at = piece * BLOCK + tl.arange(0, BLOCK)
                 mask = at < columns
-                part = tl.load(x + begin + at, mask=mask, other=0.0)
-                vector, whole = part, part
-                if HAS_BIAS:
-                    vector = tl.load(bias + at, mask=mask, other=0.0)
+                whole = 0.0
                 if HAS_RESIDUAL:
                     whole = tl.load(residual + begin + at, mask=mask, other=0.0)
                 h, arrived = _sum_words(
-                    part, vector, whole, source, stride, flag, world, piece, columns, row_words,
-                    HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
+                    x + begin, whole, bias, source, stride, flag, world, piece, columns,
+                    row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
                 )  # fmt: skip
                 there = there & arrived
                 tl.store(sums + begin + at, h, mask=mask & there)
@@ -218,7 +222,7 @@ def low_latency_kernel(
             row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
         _normalise(
             row, factors, out + begin, kept + begin, weight, columns, there,
-            EPS, HAS_RESIDUAL and FEW, EARLY, PIECES, BLOCK,
+            EPS, HAS_RESIDUAL and FEW, FEW, PIECES, BLOCK,
         )  # fmt: skip
 
 

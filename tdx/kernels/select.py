@@ -127,9 +127,7 @@ STAGING_BYTES = 64 << 20  # most memory of a plan for slots that large arrays pa
 
 @dataclass(frozen=True)
 class Cost:
-    """What a reduction costs: `us` microseconds, `peer_us` for each peer, `piece_us` for each piece
-    of a row but the first, and one for each `bytes_per_us` bytes sent.
-    """
+    """Microseconds of a reduction, for each peer, and for each piece of a row but the first."""
 
     us: float
     bytes_per_us: float
@@ -292,16 +290,16 @@ def row_block(
 
     `whole`: the rows do not go in steps.
     """
-    row = max(4, power_of_two(columns))
+    row = max(8, power_of_two(columns))
     if backend == "host":
         return row, 8
     wave = 64 if backend == "hip" else 32
-    # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or 8 bytes
-    # with flags, one poll
+    # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or what it
+    # polls at once of words with flags
     if words:
-        threads = 1024 if ranks <= 2 else 512 if ranks <= 8 else 256
-        threads = min(threads, max(128, row * itemsize // 8))
-        return min(row, threads * 8 // itemsize), threads // wave
+        threads = 1024 if ranks <= 2 else 512 if ranks <= 4 else 256
+        threads = min(threads, max(128, row * itemsize // 16))
+        return min(row, threads * (16 if ranks <= 8 else 8) // itemsize), threads // wave
     few = whole and ranks <= 2  # fewer threads, which meet for each row, are faster
     threads = 256 if few or columns * itemsize <= 4 << 10 else 512
     piece = (64 if few else 32) // (1 if ranks <= 4 else 2)

@@ -23,16 +23,8 @@ from tdx.language.memory import (
     put_signal,
     quiet,
 )
-from tdx.language.signal import (
-    load_ll,
-    load_ll_all,
-    no_fault,
-    notify,
-    program_index,
-    store_ll,
-    wait,
-    wait_all,
-)
+from tdx.language.signal import no_fault, notify, program_index, wait, wait_all
+from tdx.language.words import load_ll, load_ll_all, store_ll
 
 __all__ = [
     "MAX_WAIT_ANY",

@@ -136,8 +136,8 @@ def spin_ll(base, stride, flag, active, ranks, words, _semantic=None):
     """Poll the words of several ranks at once, up to a limit: all loads of a poll are in flight
     together. Returns `ranks * words` int64 values and 1 if one is still missing.
 
-    Rank p's words are at base + p * stride bytes; only ranks whose bit is set in `active` are
-    loaded, the others give 0.
+    Rank p's words, 1, 2 or 4, are at base + p * stride bytes; only ranks whose bit is set in
+    `active` are loaded, the others give 0.
     """
     ranks, words = unwrap(ranks), unwrap(words)
     count = ranks * words
@@ -176,10 +176,12 @@ def _spin_text(ranks: int, words: int, inputs: list[str]) -> str:
     lines += [f"mov.u64 ${i}, 0;" for i in range(count)]
     lines.append(f"setp.ne.u32 miss, 0, 0; setp.eq.u32 more, {active}, 0; @more bra DONE;")
     lines.append("POLL: setp.ne.u32 miss, 0, 0;")
-    width = "v2.b64" if words == 2 else "b64"
     for p in range(ranks):
-        into = f"{{${2 * p}, ${2 * p + 1}}}" if words == 2 else f"${p}"
-        lines.append(f"@want{p} ld.relaxed.sys.global.{width} {into}, [at{p}];")
+        if words == 1:
+            lines.append(f"@want{p} ld.relaxed.sys.global.b64 ${p}, [at{p}];")
+        for i in range(0, words - 1, 2):
+            into = f"{{${words * p + i}, ${words * p + i + 1}}}"
+            lines.append(f"@want{p} ld.relaxed.sys.global.v2.b64 {into}, [at{p}+{8 * i}];")
     for i in range(count):
         lines.append(f"mov.b64 {{bit, high}}, ${i}; setp.ne.u32 bad, high, {flag};")
         lines.append(f"and.pred bad, bad, want{i // words}; or.pred miss, miss, bad;")

@@ -25,7 +25,6 @@ import triton.language as tl
 from tdx.language import amd, host, nvidia
 from tdx.language._intrinsic import (
     as_tensor,
-    bits,
     check_choice,
     check_handle,
     check_signal,
@@ -34,7 +33,7 @@ from tdx.language._intrinsic import (
     is_host,
     is_nvidia,
 )
-from tdx.language.address import num_ranks, rank, symm_at, team_index
+from tdx.language.address import num_ranks, symm_at, team_index
 
 _GE = tl.constexpr("ge")  # Triton 3.6 takes no plain str as a default
 _SET = tl.constexpr("set")
@@ -135,177 +134,6 @@ def publish(target, value, op: tl.constexpr, when, control):
 
 
 @triton.jit
-def store_ll(ptr, value, flag, peer, world, mask=True):
-    """Store 4 bytes of data and 4 of flag as one word in `peer`'s heap: the data is its own signal.
-
-    Parameters
-    ----------
-    ptr : pointer, or block of pointers, to int64
-        Where the words are, in this rank's heap. A value of 4 bytes takes one word, one of 8
-        bytes two consecutive words, of which the first is 16-byte aligned.
-    value : scalar or block of a 4- or 8-byte type
-    flag : int or scalar
-        32-bit value that the words do not hold, in practice an epoch. Zeroed memory holds 0, and an
-        epoch comes to 0 after 2**32 calls: write all words that are read in each call of their
-        slot, and what they hold is of the call before that used it.
-    peer : int or scalar
-        Rank of `world`, the own one included.
-    world : handle
-    mask : bool, scalar or block
-        Lanes without it store nothing.
-
-    Ordering: none, and none needed for the data itself; earlier stores of the program are not
-    ordered before it. System scope; the flag never arrives before its data.
-    Fault: stores also while a fault stands, unless masked by `no_fault`: what a peer gets from a
-    rank that gave up looks right to it. Memory used for this holds nothing else, ever.
-    Replay safety: that of the flag. Two slots used in turn (by the epoch's parity) let a sender
-    run one call ahead where each call waits for every peer.
-    """
-    target = symm_at(ptr, peer, world)
-    tag = _int32(flag).to(tl.int64) << 32
-    value = as_tensor(value)
-    width: tl.constexpr = bits(value)
-    tl.static_assert(width == 32 or width == 64, "store_ll takes values of 4 or 8 bytes")
-    if width == 32:
-        word = _low(value.to(tl.int32, bitcast=True)) | tag
-        _store_word(target, word, mask)
-    else:
-        pair = value.to(tl.int64, bitcast=True)
-        low = (pair & 0xFFFFFFFF) | tag
-        high = ((pair >> 32) & 0xFFFFFFFF) | tag
-        if is_host():
-            _store_word(target, low, mask)
-            _store_word(target + 1, high, mask)
-        elif is_nvidia():
-            nvidia.store_ll_pair(target.to(tl.int64), low, high, _int32(mask))
-        else:
-            amd.store_ll_pair(target.to(tl.int64), low, high, _int32(mask))
-
-
-@triton.jit
-def load_ll(
-    ptr,
-    flag,
-    world,
-    mask=True,
-    peer=-1,
-    dtype: tl.constexpr = tl.int32,
-    uniform: tl.constexpr = True,
-):
-    """Wait for words written by `store_ll` into this rank's heap and return their data.
-
-    Parameters
-    ----------
-    ptr : pointer, or block of pointers, to int64
-    flag : int or scalar
-        The flag to wait for, compared for equality.
-    world : handle
-    mask : bool, scalar or block
-        Lanes without it neither load nor wait; their data is 0.
-    peer : int, scalar or block
-        Rank that stores, for the error message only.
-    dtype : constexpr dtype of 4 or 8 bytes
-        Type of the data; what `store_ll` was given.
-    uniform : constexpr bool
-        True: `ok` is one scalar int1, the same in every thread (costs a barrier). False: `ok` is
-        int1 per lane, free, for use as a mask.
-
-    Returns `(value, ok)`; lanes that are not ok hold no data. All words of a call are loaded at
-    once and only missing ones are polled, so one call with a block of several peers is faster
-    than several calls.
-    Ordering: none beyond the data itself. Deadline and fault: as `wait`.
-    """
-    width: tl.constexpr = bits(dtype)
-    tl.static_assert(width == 32 or width == 64, "load_ll takes a dtype of 4 or 8 bytes")
-    tag = _int32(flag)
-    team = team_index(world)
-    if is_host():
-        data, lanes = host.load_ll(ptr, tag, width // 32, mask, world.control, team, peer)
-    else:
-        active = _int32(mask)
-        if width == 32:
-            word = device_call("tdx_peek", "i64", "i64,i32", (ptr, active))
-            data, lanes = _settle(word, ptr, tag, active, world.control, team, peer)
-        else:
-            if is_nvidia():
-                low, high = nvidia.peek_ll_pair(ptr.to(tl.int64), active)
-            else:
-                low, high = amd.peek_ll_pair(ptr.to(tl.int64), active)
-            data0, ok0 = _settle(low, ptr, tag, active, world.control, team, peer)
-            data1, ok1 = _settle(high, ptr + 1, tag, active, world.control, team, peer)
-            data = _low(data0) | (data1.to(tl.int64) << 32)
-            lanes = ok0 & ok1
-    value = data.to(dtype, bitcast=True)
-    ok = _all_lanes(lanes) if uniform else lanes
-    return value, ok
-
-
-@triton.jit
-def load_ll_all(
-    ptr, stride, flag, world, ranks: tl.constexpr, mask=True, dtype: tl.constexpr = tl.int32
-):
-    """`load_ll` of the words that every other rank stored, all in flight at once.
-
-    Parameters
-    ----------
-    ptr : block of pointers to int64
-        Where rank 0's words are; a value of 8 bytes takes two, the first 16-byte aligned.
-    stride : int or scalar
-        Words from one rank's slot to the next one's, even.
-    flag, world, dtype
-        As for load_ll.
-    ranks : constexpr int
-        Ranks of `world`, at most 16.
-    mask : bool, scalar or block
-        Lanes without it neither load nor wait.
-
-    Returns `(values, ok)`: a tuple of `ranks` blocks, whose own rank's entry is 0, and int1 per
-    lane, not the same in every thread: use it as a mask. Ordering, deadline, fault: as load_ll.
-    """
-    width: tl.constexpr = bits(dtype)
-    tl.static_assert(width == 32 or width == 64, "load_ll_all takes a dtype of 4 or 8 bytes")
-    tl.static_assert(ranks <= 16, f"load_ll_all takes at most 16 ranks, got {ranks}; use load_ll")
-    me = rank(world)
-    values = ()
-    if is_nvidia():
-        count: tl.constexpr = width // 32
-        tag = _int32(flag)
-        team = team_index(world)
-        bits_ = tl.where(as_tensor(mask).to(tl.int1), ((1 << ranks) - 1) & ~(1 << me), 0)
-        at = ptr.to(tl.int64)
-        found = nvidia.spin_ll(at, stride * 8, tag, bits_, ranks, count)
-        missing = found[ranks * count]
-        settled = device_call(
-            "tdx_settle_all",
-            "i32",
-            "i32,i64,i64,i32,i32,i32,i32,i64,i32,i32",
-            (missing, at, stride * 8, count, tag, bits_, ranks, world.control, team,
-             program_index()),
-        )  # fmt: skip
-        again = nvidia.spin_ll(at, stride * 8, tag, tl.where(missing != 0, bits_, 0), ranks, count)
-        for p in tl.static_range(ranks):
-            low = tl.where(missing != 0, again[p * count], found[p * count])
-            if count == 1:
-                value = low.to(tl.int32)
-            else:
-                high = tl.where(missing != 0, again[p * count + 1], found[p * count + 1])
-                value = _low(low) | (high << 32)
-            values = values + (value.to(dtype, bitcast=True),)  # noqa: RUF005 - Triton has no star
-        # a sender that has given up may have gone on and written the words again in between
-        ok = (settled != 0) & (again[ranks * count] == 0)
-    else:
-        ok = as_tensor(mask).to(tl.int1)
-        for p in tl.static_range(ranks):
-            value, there = load_ll(
-                ptr + p * stride, flag, world, as_tensor(mask).to(tl.int1) & (me != p), p, dtype,
-                False,
-            )  # fmt: skip
-            values = values + (value,)  # noqa: RUF005
-            ok = ok & there
-    return values, ok
-
-
-@triton.jit
 def no_fault(world, uniform: tl.constexpr = True):
     """Whether no fault stands on this rank, a scalar int1.
 
@@ -359,26 +187,6 @@ def _wait_span(ptr, count, value, cmp: tl.constexpr, control, team, peer):
 
 
 @triton.jit
-def _settle(word, ptr, flag, active, control, team, peer):
-    settled = device_call(
-        "tdx_settle",
-        "i64",
-        "i64,i64,i32,i32,i64,i32,i32,i32",
-        (word, ptr, flag, active, control, team, peer, program_index()),
-    )
-    return settled.to(tl.int32), (settled >> 32) != 0
-
-
-@triton.jit
-def _store_word(target, word, mask):
-    if is_host():
-        # An exchange, because the interpreter's plain store of 8 bytes need not be atomic.
-        tl.atomic_xchg(target, word, mask=_int32(mask) != 0, sem="relaxed", scope="sys")
-    else:
-        device_call("tdx_poke", "i32", "i64,i64,i32", (target, word, _int32(mask)))
-
-
-@triton.jit
 def _all_lanes(lanes):
     if is_host():
         ok = tl.min(lanes.to(tl.int32)) != 0 if is_block(lanes) else lanes
@@ -392,8 +200,3 @@ def _all_lanes(lanes):
 @triton.jit
 def _int32(value):
     return as_tensor(value).to(tl.int32)
-
-
-@triton.jit
-def _low(value):
-    return value.to(tl.int64) & 0xFFFFFFFF

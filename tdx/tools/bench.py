@@ -270,10 +270,11 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"tdx.bench.{args.operation}")
     with tdx.init(backend=args.backend) as world:
         bench = Bench(world, args)
-        rows, columns = [], _columns(module, args.all_algorithms)
-        document = {"setting": _setting(world, bench), "rows": rows, "notes": []}
+        rows: list[dict[str, Any]] = []
+        columns, setting = _columns(module, args.all_algorithms), _setting(world, bench)
+        document = {"setting": setting, "rows": rows, "notes": []}
         if world.rank == 0:
-            print(document["setting"], flush=True)
+            print(setting, flush=True)
             print(_heading(columns, args.markdown), flush=True)
         for row in module.rows(bench):
             rows.append(row)
@@ -288,7 +289,7 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
         if world.rank == 0:
             _write(args.json, document | {"notes": notes})
         if world.rank == 0 and args.plot:
-            plot.draw(args.operation, document["setting"], rows, args.plot)
+            plot.draw(args.operation, setting, rows, args.plot)
     return 1 if any("error" in row for row in rows) else 0
 
 

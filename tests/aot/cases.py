@@ -235,6 +235,8 @@ CASES = {
     "words-norm-bf16": _norm("low_latency", "bfloat16"),
     "words-norm-fp32": _norm("low_latency", "float32", 4096, 8),
     "words-norm-2-bf16": _norm("low_latency", "bfloat16", 8192, 2),
+    "words-norm-many-bf16": _norm("low_latency", "bfloat16", 32768, 4),
+    "words-norm-16-bf16": _norm("low_latency", "bfloat16", 8192, 16),
     "pull": _pull(),
     "pull-odd": _pull("*i8", 1),
     "push": _push(),

@@ -144,7 +144,9 @@ def test_norms_follow_the_size():
         kind = dtypes.resolve("bfloat16")
         return all_reduce_rms_norm.choose("cuda", rows, columns, kind, ranks).algorithm
 
-    assert chosen(1, 8192, 2) == "one_shot"
+    assert chosen(16, 4096, 2) == "low_latency"
+    assert chosen(16, 32768, 2) == "one_shot"
+    assert chosen(128, 4096, 2) == "one_shot"
     assert chosen(256, 8192, 2) == "one_shot"
     assert chosen(2048, 4096, 2) == "two_shot"
     assert chosen(2048, 4096, 4) == "two_shot"
