@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -89,13 +90,15 @@ def _grid(world: Any, chosen: Config, n: int, k: int) -> Iterator[Config]:
     shared = shared_bytes(world.device.arch) if world.backend == "cuda" else 1 << 20
     for width in (64, 128, 256):
         for depth in (64, 128, 256):
-            stages = min(6, (shared - 2048) // ((chosen.block_m + width) * depth * 2))
-            for split in (1, 2, 3, 4, 6, 8, 12, 16):
+            stages = min(8, (shared - 2048) // ((chosen.block_m + width) * depth * 2))
+            for split, warps in product((1, 2, 3, 4, 6, 8, 12, 16), (4, 8)):
                 tiles = -(-n // width) * split
-                if stages >= 2 and split * depth <= k and 33 <= tiles <= 528:
+                size = chosen.block_m * width
+                fit = size <= 128 * 128 if warps == 4 else size >= 128 * 64
+                if fit and stages >= 2 and split * depth <= k and 33 <= tiles <= 528:
                     yield replace(
                         chosen, block_n=width, block_k=depth, num_stages=stages, split_k=split,
-                        num_warps=8 if chosen.block_m * width > 128 * 64 else 4,
+                        num_warps=warps,
                     )  # fmt: skip
 
 
