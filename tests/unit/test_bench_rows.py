@@ -33,8 +33,7 @@ def latency_rows(**launch):
         size=1,
         zeros=lambda shape, dtype, symmetric=True: np.zeros(shape, dtype),
         barrier=lambda: None,
-        driver=SimpleNamespace(bind=lambda *_: SimpleNamespace(**launch)),
-        stream=SimpleNamespace(handle=0),
+        driver=SimpleNamespace(bind=lambda *_: SimpleNamespace(**launch), current_stream=lambda: 0),
     )
     return list(latency.rows(SimpleNamespace(world=world)))
 
