@@ -63,7 +63,7 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     yield row("barrier in a graph", device_time(world, barrier))
     run = world.driver.bind(empty_kernel, 1, (x.dtype,), (), {})
     if hasattr(run, "bare"):  # on a GPU
-        # where calls go too: launches on a default stream, as PyTorch's, take longer
+        # on the stream that calls go to, which may be PyTorch's
         bare_us = host_time(world, run.bare(world.driver.current_stream(), operand(world, x, "x")))
         yield row("prebuilt cuLaunchKernelEx, host time", bare_us)
     yield row("barrier call, host time", host_time(world, barrier), _PLAN_US)

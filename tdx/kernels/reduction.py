@@ -28,7 +28,6 @@ __all__ = [
     "from_words",
     "join_words",
     "mean",
-    "pair_words",
     "part_words",
     "reduce_words",
     "to_words",
@@ -230,13 +229,6 @@ def join_words(parts, first: tl.constexpr, COUNT: tl.constexpr):
         odd = tl.interleave(parts[first + 1], parts[first + 3])
         words = tl.interleave(even, odd)
     return words
-
-
-@triton.jit
-def pair_words(low, high):
-    """Two words of 4 bytes as a value of 8."""
-    low = low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return low | (high.to(tl.int32, bitcast=True).to(tl.int64) << 32)
 
 
 @triton.jit

@@ -7,16 +7,15 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copying import VECTOR, copy_share
-from tdx.kernels.reduction import join_words, pair_words, part_words, reduce_words, to_words
+from tdx.kernels.reduction import join_words, part_words, reduce_words, to_words
 from tdx.kernels.shards import notify_ranks, part_length, sum_of_ranks
 from tdx.kernels.tile_product import known
 from tdx.language.signal import program_barrier
-from tdx.language.words import load_words_all
+from tdx.language.words import load_words_all, pair_words
 
 __all__ = ["low_latency_kernel", "one_shot_kernel", "two_shot_kernel"]
 
 _VECTOR = tl.constexpr(VECTOR)
-_AT_ONCE = tl.constexpr(4)  # words with flags that a thread polls at once, for up to 8 ranks
 _SIZES = ["rows", "columns", "slot_vectors", "row_vectors", "shard", "step", "steps"]
 
 
@@ -121,14 +120,13 @@ def one_shot_kernel(
 def _sum_words(
     x, whole, bias, slot, stride, flag, world, piece, columns, row_words,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h of a piece of a row, and of each element whether it has come.
 
     `whole` is its piece of the residual, which is far away. Those of x, which was just read, and
     bias would take too many registers until the words are there.
     """
-    COUNT: tl.constexpr = _AT_ONCE if RANKS <= 8 else 2
     GROUPS: tl.constexpr = BLOCK // (2 * COUNT) if PAIRS else BLOCK // COUNT
     KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
     place = (piece * GROUPS + tl.arange(0, GROUPS)) * COUNT
@@ -165,7 +163,7 @@ def low_latency_kernel(
     elements share a word.
     """
     columns = known(columns, EVEN)
-    COUNT: tl.constexpr = _AT_ONCE if RANKS <= 8 else 2
+    COUNT: tl.constexpr = 4 if RANKS <= 8 else 2  # as row_block has it
     GROUPS: tl.constexpr = BLOCK // (2 * COUNT) if PAIRS else BLOCK // COUNT
     FEW: tl.constexpr = PIECES <= 2  # a row stays in registers
     me = tdl.rank(world)
@@ -200,7 +198,7 @@ def low_latency_kernel(
             for piece in tl.static_range(PIECES):
                 h, arrived = _sum_words(
                     x + begin, whole[piece], bias, source, stride, flag, world, piece,
-                    columns, row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
+                    columns, row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, COUNT, BLOCK,
                 )  # fmt: skip
                 there = there & arrived
                 row = row + (h,)  # noqa: RUF005
@@ -214,7 +212,7 @@ def low_latency_kernel(
                     whole = tl.load(residual + begin + at, mask=mask, other=0.0)
                 h, arrived = _sum_words(
                     x + begin, whole, bias, source, stride, flag, world, piece, columns,
-                    row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, BLOCK,
+                    row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, COUNT, BLOCK,
                 )  # fmt: skip
                 there = there & arrived
                 tl.store(sums + begin + at, h, mask=mask & there)

@@ -115,7 +115,7 @@ def load_ll(
                 low, high = amd.peek_ll_pair(ptr.to(tl.int64), active)
             data0, ok0 = _settle(low, ptr, tag, active, world.control, team, peer)
             data1, ok1 = _settle(high, ptr + 1, tag, active, world.control, team, peer)
-            data = _low(data0) | (data1.to(tl.int64) << 32)
+            data = pair_words(data0, data1)
             lanes = ok0 & ok1
     value = data.to(dtype, bitcast=True)
     ok = _all_lanes(lanes) if uniform else lanes
@@ -153,7 +153,7 @@ def load_ll_all(
     for p in tl.static_range(ranks):
         value = words[p * count]
         if count == 2:
-            value = _low(value) | (words[2 * p + 1].to(tl.int64) << 32)
+            value = pair_words(value, words[2 * p + 1])
         values = values + (value.to(dtype, bitcast=True),)  # noqa: RUF005 - Triton has no star
     return values, ok
 
@@ -198,6 +198,13 @@ def load_words_all(ptr, stride, flag, world, ranks: tl.constexpr, mask, count: t
                     words = words + ((value >> 32).to(tl.int32),)  # noqa: RUF005
                 ok = ok & come
     return words, ok
+
+
+@triton.jit
+def pair_words(low, high):
+    """Two values of 4 bytes as one of 8, int64."""
+    high = high.to(tl.int32, bitcast=True).to(tl.int64)
+    return _low(low.to(tl.int32, bitcast=True)) | (high << 32)
 
 
 @triton.jit

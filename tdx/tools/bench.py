@@ -286,7 +286,6 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
         notes = _notes("; ".join(filter(None, missing)), columns, rows)
         if world.rank == 0:
             print("".join(f"\n{note}" for note in notes), end="\n" * bool(notes), flush=True)
-        if world.rank == 0:
             _write(args.json, document | {"notes": notes})
         if world.rank == 0 and args.plot:
             plot.draw(args.operation, setting, rows, args.plot)
