@@ -220,24 +220,8 @@ class AllGather(Plan):
         gathered buffer, a symmetric array. The buffer is overwritten by the next call. `x` may be
         the own part of `out`.
         """
-        try:
-            op = self.input(x, self.shape, self.dtype)
-            gathering = self.gathering
-            if gathering is None:
-                to = self.output(out, self._out, self.out_shape, self.dtype)
-                own, size = self.group.rank * self._nbytes, self.group.size
-                for written in (to, *self._shown):
-                    check_overlap(
-                        "all_gather", op, written, own, (self._nbytes, size * self._nbytes)
-                    )
-                handle = self.begin(stream, op, to)
-            elif out is None:
-                handle = self.begin(stream, op)
-            else:
-                raise InvalidArgument("all_gather: out= is not for plans with progress=True")
-        except Exception as error:
-            self.refuse(error)
-            raise
+        handle, op, to = self.again(stream, x, out) or self._begin(stream, x, out)
+        gathering = self.gathering
         if gathering is not None:
             gathering.join(handle)
             gathering.start(self, op, handle)
@@ -245,6 +229,24 @@ class AllGather(Plan):
         if self._nbytes:
             self._movement.run(self, handle, op, to)
         return self._out if out is None else out
+
+    def _begin(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand]:
+        try:
+            op = self.input(x, self.shape, self.dtype)
+            if self.gathering is None:
+                to = self.output(out, self._out, self.out_shape, self.dtype)
+                own, size = self.group.rank * self._nbytes, self.group.size
+                for written in (to, *self._shown):
+                    check_overlap(
+                        "all_gather", op, written, own, (self._nbytes, size * self._nbytes)
+                    )
+                return self.remember(self.begin(stream, op, to), op, to)
+            if out is None:
+                return self.begin(stream, op), op, op
+            raise InvalidArgument("all_gather: out= is not for plans with progress=True")
+        except Exception as error:
+            self.refuse(error)
+            raise
 
     def join(self, stream: Any = None) -> None:
         """With progress: later work of `stream` waits until the own part was pushed to all.

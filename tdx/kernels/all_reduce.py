@@ -221,7 +221,10 @@ class AllReduce(Plan):
             self.config = config or choose(
                 world.backend, self._numel, self.dtype, travels, self.group.size, algorithm
             )
-            self._check(travels)
+            algorithm, nbytes = self.config.algorithm, self._numel * self.dtype.itemsize
+            if algorithm.startswith("low_latency"):
+                kinds = (self.dtype, travels) if algorithm.endswith("two_shot") else (self.dtype,)
+                check_low_latency(self.operation, nbytes, self.group.size, kinds, algorithm)
             shared.update(
                 shape=self.shape, dtype=self.dtype, op=op, out_dtype=self.out_dtype, bias=bias,
                 residual=residual, config=self.config,
@@ -229,36 +232,28 @@ class AllReduce(Plan):
         with self.preparation():
             self._build(buffer)
 
-    def _check(self, travels: np.dtype) -> None:
-        """Raise unless the algorithm takes such inputs; `travels`: results' type on the wire."""
-        algorithm, nbytes = self.config.algorithm, self._numel * self.dtype.itemsize
-        if algorithm.startswith("low_latency"):
-            kinds = (self.dtype, travels) if algorithm.endswith("two_shot") else (self.dtype,)
-            check_low_latency(self.operation, nbytes, self.group.size, kinds, algorithm)
-
     def _build(self, buffer: bool) -> None:
         self._sizes = (self._numel * self.dtype.itemsize, self._numel * self.out_dtype.itemsize)
         self._near = (-self._sizes[1], self._sizes[0])  # the distances at which out touches x
         self._in_place = 0 if self._sizes[0] == self._sizes[1] else None
         named = {"OP": self.op, "HAS_BIAS": self._has_bias, "HAS_RESIDUAL": self._has_residual}
         kinds, config = (self.dtype, self.out_dtype), self.config
+        what = (self, config, self.shape, kinds, named)
         # results of two_shot travel as they are, unless something is added to them
         direct = config.algorithm == "two_shot" and not (self._has_bias or self._has_residual)
-        self._run_direct: Run | None = None  # without `out`, if that is another kernel
         if buffer and direct and self._numel:
             self._out = self.workspace("result", self.shape, self.out_dtype)
             self._shown = [operand(self.world, self._out, "buffer")]
-            self._run, self._run_direct = bind_two_shot(
-                self, config, self.shape, kinds, named, buffer=self._out
-            )
+            self._run, self._run_direct = bind_two_shot(*what, buffer=self._out)
             return
         self._out = self.result_buffer(self.shape, self.out_dtype, buffer)
         if config.algorithm == "two_shot":
-            self._run, _ = bind_two_shot(self, config, self.shape, kinds, named)
+            self._run, _ = bind_two_shot(*what)
         elif config.algorithm == "low_latency_two_shot":
-            self._run = bind_low_latency_two_shot(self, config, self.shape, kinds, named)
+            self._run = bind_low_latency_two_shot(*what)
         else:
-            self._run = bind_one_hop(self, config, self.shape, kinds, named)
+            self._run = bind_one_hop(*what)
+        self._run_direct = self._run  # what runs without `out`
 
     def __call__(
         self, x: Any, out: Any = None, stream: Any = None, *, bias: Any = None, residual: Any = None
@@ -268,36 +263,41 @@ class AllReduce(Plan):
         The buffer is overwritten by the next call. `out` may be `x`. The result is valid after
         the stream was waited for by a call that raises faults (synchronize, numpy, check).
         """
+        same = self.again(stream, x, out) if bias is None and residual is None else None
+        if same is None:
+            handle, op, to, vector, whole = self._begin(stream, x, out, bias, residual)
+        else:
+            handle, op, to = same
+            vector = whole = op  # stand in for what there is not
+        if self._numel:
+            (self._run_direct if out is None else self._run)(handle, op, to, vector, whole)
+        return self._out if out is None else out
+
+    def _begin(self, stream: Any, x: Any, out: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
         try:
-            op = self.input(x, self.shape, self.dtype)
+            op = vector = whole = self.input(x, self.shape, self.dtype)
             to = self.output(out, self._out, self.shape, self.out_dtype)
             if (bias is not None) != self._has_bias or (residual is not None) != self._has_residual:
                 raise InvalidArgument(
                     f"all_reduce: the plan was made with bias={self._has_bias}, "
                     f"residual={self._has_residual}; pass just those"
                 )
-            vector = whole = op  # stand in for what there is not
             for each in (to, *self._shown):  # peers write to the own buffer whatever `out` is
                 if self._near[0] < each.address - op.address < self._near[1]:
                     check_overlap("all_reduce", op, each, self._in_place, self._sizes)
+            if bias is not None:
+                vector = self.input(bias, (self._columns,), self.dtype, "bias")
+                check_apart("all_reduce", to, vector)
+            if residual is not None:
+                whole = self.input(residual, self.shape, self.dtype, "residual")
+                if whole.address != to.address or self._in_place is None:
+                    check_apart("all_reduce", to, whole)
             if bias is None and residual is None:
-                handle = self.begin(stream, op, to)
-            else:
-                if bias is not None:
-                    vector = self.input(bias, (self._columns,), self.dtype, "bias")
-                    check_apart("all_reduce", to, vector)
-                if residual is not None:
-                    whole = self.input(residual, self.shape, self.dtype, "residual")
-                    if whole.address != to.address or self._in_place is None:
-                        check_apart("all_reduce", to, whole)
-                handle = self.begin(stream, op, to, vector, whole)
+                return *self.remember(self.begin(stream, op, to), op, to), op, op
+            return self.begin(stream, op, to, vector, whole), op, to, vector, whole
         except Exception as error:
             self.refuse(error)
             raise
-        if self._numel:
-            run = self._run if out is not None or self._run_direct is None else self._run_direct
-            run(handle, op, to, vector, whole)
-        return self._out if out is None else out
 
 
 def bind_one_hop(

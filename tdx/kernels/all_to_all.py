@@ -20,7 +20,7 @@ from typing import Any
 
 from tdx.kernels.call import one_line
 from tdx.kernels.low_latency import LowLatency
-from tdx.kernels.operand import elements
+from tdx.kernels.operand import Operand, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import Push, check_overlap
 from tdx.kernels.select import check_low_latency, movement_algorithm
@@ -91,18 +91,21 @@ class AllToAll(Plan):
 
         The buffer is overwritten by the next call. `out` may be `x`.
         """
+        handle, op, to = self.again(stream, x, out) or self._begin(stream, x, out)
+        if self._nbytes:
+            self._movement.run(self, handle, op, to)
+        return self._out if out is None else out
+
+    def _begin(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand]:
         try:
             op = self.input(x, self.shape, self.dtype)
             to = self.output(out, self._out, self.shape, self.dtype)
             whole = self.group.size * self._nbytes
             check_overlap("all_to_all", op, to, 0, (whole, whole))
-            handle = self.begin(stream, op, to)
+            return self.remember(self.begin(stream, op, to), op, to)
         except Exception as error:
             self.refuse(error)
             raise
-        if self._nbytes:
-            self._movement.run(self, handle, op, to)
-        return self._out if out is None else out
 
 
 def all_to_all(

@@ -321,17 +321,20 @@ class Broadcast(Plan):
 
         `x` counts on the root only. The buffer is overwritten by the next call. `out` may be `x`.
         """
+        handle, op, to = self.again(stream, x, out) or self._begin(stream, x, out)
+        if self._nbytes:
+            self._run(handle, op, to)
+        return self._out if out is None else out
+
+    def _begin(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand]:
         try:
             op = self.input(x, self.shape, self.dtype)
             to = self.output(out, self._out, self.shape, self.dtype)
             check_overlap("broadcast", op, to, 0, (self._nbytes, self._nbytes))
-            handle = self.begin(stream, op, to)
+            return self.remember(self.begin(stream, op, to), op, to)
         except Exception as error:
             self.refuse(error)
             raise
-        if self._nbytes:
-            self._run(handle, op, to)
-        return self._out if out is None else out
 
     def _run(self, stream: int, op: Operand, to: Operand) -> None:
         if self.group.size == 1:

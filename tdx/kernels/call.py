@@ -123,7 +123,7 @@ def one_line(
             if plan is not None:
                 if out is None:
                     try:
-                        out = plan.world.local(*plan.result, kind.operation)
+                        out = plan.fresh_result()
                     except Exception as error:
                         plan.refuse(error)
                         raise

@@ -65,6 +65,9 @@ class Producer:
             self.last[0] = stream
 
 
+_NOT_CHECKED: tuple[int, Callable[[], Operand | None]] = (0, lambda: None)
+
+
 class Operand:
     """A tensor as a kernel takes it.
 
@@ -84,10 +87,13 @@ class Operand:
     home : int or None
         The current stream of the framework that it is from, where that shows one.
     writable : bool
+    checked : tuple[int, Callable[[], Operand | None]]
+        By which plan, as the result, and with which x; see Plan.again.
     """
 
     __slots__ = (
-        "address", "block", "contiguous", "dtype", "home", "owner", "shape", "strides", "writable",
+        "__weakref__", "address", "block", "checked", "contiguous", "dtype", "home", "owner",
+        "shape", "strides", "writable",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +116,7 @@ class Operand:
         self.writable = writable
         self.home = home
         self.contiguous = _no_gaps(shape, strides)
+        self.checked = _NOT_CHECKED
 
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the memory."""

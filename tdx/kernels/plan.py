@@ -17,9 +17,12 @@ host and does not synchronise, so it may be recorded in a graph.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +35,7 @@ from tdx.kernels.operand import (
     hold_producers,
     operand,
 )
+from tdx.kernels.results import Results
 from tdx.runtime import dtypes
 from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array
@@ -67,6 +71,7 @@ __all__ = ["Plan", "check_algorithm", "plain_shape", "post_refusal"]
 
 # raised by one rank on its own, as are errors that are not tdx's
 _REFUSALS = (InvalidArgument, DtypeError, Unsupported, Closed, DriverError, HeapExhausted)
+_numbers = itertools.count(1)
 
 
 class Plan:
@@ -85,6 +90,7 @@ class Plan:
 
     operation = "plan"
     recorded_at = (0, NOWHERE)  # see follow_recorded
+    _out: Array | None = None  # the result of calls without `out`
 
     world: World
     group: Group
@@ -103,6 +109,8 @@ class Plan:
         self._memory: list[Block] = []  # what its kernels use besides operands
         self._shown: list[Operand] = []  # buffers that users see and every call overwrites
         self._stream = NOWHERE  # of the last call
+        self._number = next(_numbers)
+        self._results = Results()
         shared: dict[str, Any] = {}
         with posting_refusals(world, self.group, self.operation):
             if world.recording is not None:
@@ -164,6 +172,10 @@ class Plan:
             return None
         return self.world.empty(tuple(shape), dtype, symmetric=False, name=self.operation)
 
+    def fresh_result(self) -> Array:
+        """A result for a caller of a one-line function."""
+        return self._results.take(self.world, *self.result, self.operation)
+
     def blocks_for(self, tasks: int, most: int | None = None) -> int:
         """How many blocks, `most` at most, share `tasks` tasks: all are resident and may wait."""
         resident = self.world.driver.resident_blocks()
@@ -191,7 +203,8 @@ class Plan:
         what others show.
         """
         world = self.world
-        world.check()
+        if world.closed or world.faults.stands():
+            world.check()
         if world.recording is not None:
             world.recording.check_thread()
         elif stream is None:
@@ -213,11 +226,7 @@ class Plan:
                 if block.last != here:
                     block.enter(handle)
                 unseen |= not block.shows_stream
-        frame = sys._getframe(2)
-        while frame.f_globals["__name__"][:4] == "tdx." and frame.f_back is not None:
-            frame = frame.f_back
-        usage = self._usage
-        usage.code, usage.instruction = frame.f_code, frame.f_lasti
+        self._note_caller(sys._getframe(2))
         if world.recording is not None:
             self._record(world.recording, operands)
             self.follow_recorded(handle, *operands)
@@ -227,10 +236,55 @@ class Plan:
             self.follow_recorded(handle, *operands)
         elif unseen:
             hold_producers(world, handle, operands)
-        usage.add()
+        self._usage.add()
         if config.debug:
             agree(self.group, self.call)
         return handle
+
+    def _note_caller(self, frame: FrameType) -> None:
+        """The first frame outside of tdx is where messages say that the call was made."""
+        usage = self._usage
+        if frame.f_code is not usage.code:
+            while frame.f_globals["__name__"][:4] == "tdx." and frame.f_back is not None:
+                frame = frame.f_back
+            usage.code = frame.f_code
+        usage.instruction = frame.f_lasti
+
+    def again(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand] | None:
+        """Start a call that is like one before: (handle of the stream, operands of x and out).
+
+        Of arrays that were checked together, by `remember`, and on the same stream: all that begin
+        would do has been done. None if anything differs, or may: then all is to be looked at.
+        """
+        result, world = self._out if out is None else out, self.world
+        if type(x) is not Array or type(result) is not Array:
+            return None
+        op, to = x.operand, result.operand
+        if op is None or to is None:
+            return None
+        plan, other = to.checked
+        if plan != self._number or other() is not op:
+            return None
+        if world.closed or world.recording is not None or world.faults.stands() or config.debug:
+            return None
+        driver = world.driver
+        handle = driver.current_stream() if stream is None else stream_handle(stream)
+        if handle != self._stream or driver.recorded_elsewhere(handle):
+            return None
+        here = [handle]
+        for each in (op, to, *self._shown):
+            block = each.block
+            if block.last != here or block.freed:
+                return None
+        self._note_caller(sys._getframe(2))
+        self._usage.add()
+        return handle, op, to
+
+    def remember(self, handle: int, op: Operand, to: Operand) -> tuple[int, Operand, Operand]:
+        """Note that `op` and `to` were checked, which do not change; for `again`."""
+        if all(isinstance(each.block, Block) and each.block.shows_stream for each in (op, to)):
+            to.checked = (self._number, weakref.ref(op))
+        return handle, op, to
 
     def _record(self, recording: Graph, operands: Sequence[Operand]) -> None:
         recording.keep(self, *(op.owner for op in operands))

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from tdx.kernels.all_reduce import bind_one_hop
 from tdx.kernels.call import Call
-from tdx.kernels.operand import elements
+from tdx.kernels.operand import Operand, elements
 from tdx.kernels.plan import Plan, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
@@ -146,6 +146,14 @@ class Reduce(Plan):
         overwrites. `out` may be `x`; other ranks pass None. The result is valid after the stream
         was waited for by a call that raises faults.
         """
+        handle, op, to = self.again(stream, x, out) or self._begin(stream, x, out)
+        if self._numel:
+            self._run(handle, op, to, op, op)
+        if not self._here:
+            return None
+        return self._out if out is None else out
+
+    def _begin(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand]:
         try:
             op = self.input(x, self.shape, self.dtype)
             if not self._here and out is not None:
@@ -156,15 +164,10 @@ class Reduce(Plan):
                 check_overlap("reduce", op, to, 0 if sizes[0] == sizes[1] else None, sizes)
             else:
                 to = op  # not written to
-            handle = self.begin(stream, op, to)
+            return self.remember(self.begin(stream, op, to), op, to)
         except Exception as error:
             self.refuse(error)
             raise
-        if self._numel:
-            self._run(handle, op, to, op, op)
-        if not self._here:
-            return None
-        return self._out if out is None else out
 
 
 def reduce(

@@ -30,7 +30,7 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, padded
-from tdx.kernels.operand import elements
+from tdx.kernels.operand import Operand, elements
 from tdx.kernels.plan import Plan, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
@@ -270,6 +270,12 @@ class ReduceScatter(Plan):
         The buffer is overwritten by the next call. `out` may be the own part of `x`. The result is
         valid after the stream was waited for by a call that raises faults.
         """
+        handle, op, to = self.again(stream, x, out) or self._begin(stream, x, out)
+        if self._shard:
+            self._run(handle, op, to)
+        return self._out if out is None else out
+
+    def _begin(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand]:
         try:
             op = self.input(x, self.shape, self.dtype)
             to = self.output(out, self._out, self.out_shape, self.out_dtype)
@@ -277,13 +283,10 @@ class ReduceScatter(Plan):
             part, out_part = (self._shard * size for size in sizes)
             own = -self.group.rank * part if part == out_part else None
             check_overlap("reduce_scatter", op, to, own, (self.group.size * part, out_part))
-            handle = self.begin(stream, op, to)
+            return self.remember(self.begin(stream, op, to), op, to)
         except Exception as error:
             self.refuse(error)
             raise
-        if self._shard:
-            self._run(handle, op, to)
-        return self._out if out is None else out
 
 
 def reduce_scatter(

@@ -142,7 +142,7 @@ _H200 = {
     "one_shot": Cost(5.4, 295e3),
     "two_shot": Cost(5.8, 360e3, 1.2),
     "push": Cost(5.0, 350e3),
-    "norm_low_latency": Cost(4.45, 334e3, piece_us=2.3),
+    "norm_low_latency": Cost(4.45, 334e3, piece_us=4.1),
     "norm_one_shot": Cost(6.1, 295e3),
     "norm_two_shot": Cost(7.7, 316e3, 1.2),
 }

@@ -116,6 +116,10 @@ class Faults:
             self.address + offset, part.ctypes.data, part.nbytes, self._world.stream.handle
         )
 
+    def stands(self) -> bool:
+        """Whether there is a fault; one read of host memory."""
+        return bool(self.record[_STATE])
+
     def check(self) -> None:
         """Raise the fault that stands, if any; one read of host memory."""
         if self.record[_STATE]:

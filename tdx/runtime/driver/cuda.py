@@ -348,7 +348,7 @@ class CudaDriver(CudaMemory):
     def instead_of(self, stream: int) -> int:
         if stream != self._default_stream or stream == self._recording:
             return stream
-        if "torch" not in sys.modules or stream not in self._streams:  # which is after the end
+        if stream not in self._streams:  # which is after the end
             return stream
         theirs = self._torch.current()
         if theirs and theirs not in self._followed:

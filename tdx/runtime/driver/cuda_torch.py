@@ -24,4 +24,4 @@ class TorchStream:
             if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
                 return 0
             self._ask = torch._C._cuda_getCurrentRawStream
-        return int(self._ask(self._index)) or DEFAULT_STREAM
+        return self._ask(self._index) or DEFAULT_STREAM
