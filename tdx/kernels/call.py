@@ -119,7 +119,10 @@ def one_line(
     """
     if type(x) is Array:
         if out is None or type(out) is Array:
-            plan = _known(kind, x, team, options, operands)
+            known = x.operand  # if it was one before
+            plan = None
+            if known is not None and not known.block.freed:
+                plan = _plan_for(x.world, kind, x, team, options, operands)
             if plan is not None:
                 if out is None:
                     try:
@@ -176,15 +179,6 @@ def _straight(
         stream = home
     plan(source, to, stream, **operands)
     return result
-
-
-def _known(
-    kind: type[P], x: Array, team: Group | None, options: dict[str, Any], operands: dict[str, Any]
-) -> P | None:
-    """The plan for `x`, if that was an operand before, and for further tdx arrays."""
-    if x.operand is None or x.operand.block.freed:
-        return None
-    return _plan_for(x.world, kind, x, team, options, operands)
 
 
 def _plan_for(

@@ -268,7 +268,10 @@ class Plan:
         if world.closed or world.recording is not None or world.faults.stands() or config.debug:
             return None
         driver = world.driver
-        handle = driver.current_stream() if stream is None else stream_handle(stream)
+        try:
+            handle = driver.current_stream() if stream is None else stream_handle(stream)
+        except Exception:  # begin raises it where peers are told
+            return None
         if handle != self._stream or driver.recorded_elsewhere(handle):
             return None
         here = [handle]

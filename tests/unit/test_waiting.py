@@ -44,8 +44,9 @@ def _wait_for_the_line():
     ids=["two", "alone"],
 )
 def test_what_is_said(capsys, opened, said):
-    with Notice(None, 0.01) as notice:
-        notice.opened = opened
+    notice = Notice(None, 0.01)
+    notice.opened = opened
+    with notice:
         _wait_for_the_line()
     assert capsys.readouterr().err == said
 
@@ -77,6 +78,7 @@ def test_an_end_of_the_process_is_not_held_up():
 
 def test_stderr_may_be_missing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    with Notice(None, 0.01) as notice:
-        notice.opened = _Comm(2)
+    notice = Notice(None, 0.01)
+    notice.opened = _Comm(2)
+    with notice:
         _wait_for_the_line()
