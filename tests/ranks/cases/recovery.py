@@ -381,5 +381,6 @@ def case_nothing_stays_of_old_worlds(comm, backend):
         x = None
         if turn == 1:
             before = resources()
-    assert resources() == before
+    after = resources()
+    assert after == before, f"{after} instead of {before}"
     world.close()

