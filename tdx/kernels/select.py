@@ -135,11 +135,11 @@ class Cost:
     piece_us: float = 0
 
 
-# Of 2 and 4 x H200 with NVLink (18 links each) in a graph, bfloat16; of 4 ranks on 2 cores.
+# Of 2 x H100, 2 and 4 x H200 with NVLink (18 links each) in a graph, bfloat16; of 4 ranks on 2 cores.
 _H200 = {
     "low_latency": Cost(2.4, 290e3),
     "low_latency_two_shot": Cost(3.2, 320e3),
-    "one_shot": Cost(5.4, 295e3),
+    "one_shot": Cost(6.7, 350e3),
     "two_shot": Cost(5.8, 360e3, 1.2),
     "push": Cost(5.0, 350e3),
     "norm_low_latency": Cost(4.45, 334e3, piece_us=4.1),
@@ -207,7 +207,7 @@ class Movement:
 # measured on two and four H200: small blocks until all multiprocessors have one, then large ones
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
-_MOVED = Movement(768 << 10, 1536 << 10, "push", 32 << 20, _PUSH_SHAPES, 1 << 20)
+_MOVED = Movement(1 << 20, 2 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20)
 MOVEMENT: dict[str, Movement] = {
     "host": Movement(48 << 10, 48 << 10, "pull", _NEVER, (), 16 << 20),
     "cuda": _MOVED,

@@ -78,7 +78,7 @@ def test_movement_by_size(backend):
     assert movement_algorithm(backend, 7 * small, 2, "push") == "low_latency"
     assert movement_algorithm(backend, 7 * small + 7, 2, "push") == "push"
     assert movement_algorithm(backend, 8, 17, "scatter") == "scatter"
-    assert movement_algorithm(backend, 2 << 20, 1, "scatter") == "scatter"
+    assert movement_algorithm(backend, (2 << 20) + 1, 1, "scatter") == "scatter"
     assert gather_algorithm(backend, small, 8, True) == "low_latency"
     assert gather_algorithm(backend, large - 1, 8, True) == "push"
     assert gather_algorithm(backend, large, 8, True) == "copy_engine"
