@@ -240,7 +240,7 @@ class AllGather(Plan):
                     check_overlap(
                         "all_gather", op, written, own, (self._nbytes, size * self._nbytes)
                     )
-                return self.remember(self.begin(stream, op, to), op, to)
+                return self.begin_checked(stream, op, to)
             if out is None:
                 return self.begin(stream, op), op, op
             raise InvalidArgument("all_gather: out= is not for plans with progress=True")

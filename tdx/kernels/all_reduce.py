@@ -293,7 +293,7 @@ class AllReduce(Plan):
                 if whole.address != to.address or self._in_place is None:
                     check_apart("all_reduce", to, whole)
             if bias is None and residual is None:
-                return *self.remember(self.begin(stream, op, to), op, to), op, op
+                return *self.begin_checked(stream, op, to), op, op
             return self.begin(stream, op, to, vector, whole), op, to, vector, whole
         except Exception as error:
             self.refuse(error)

@@ -102,7 +102,7 @@ class AllToAll(Plan):
             to = self.output(out, self._out, self.shape, self.dtype)
             whole = self.group.size * self._nbytes
             check_overlap("all_to_all", op, to, 0, (whole, whole))
-            return self.remember(self.begin(stream, op, to), op, to)
+            return self.begin_checked(stream, op, to)
         except Exception as error:
             self.refuse(error)
             raise

@@ -331,7 +331,7 @@ class Broadcast(Plan):
             op = self.input(x, self.shape, self.dtype)
             to = self.output(out, self._out, self.shape, self.dtype)
             check_overlap("broadcast", op, to, 0, (self._nbytes, self._nbytes))
-            return self.remember(self.begin(stream, op, to), op, to)
+            return self.begin_checked(stream, op, to)
         except Exception as error:
             self.refuse(error)
             raise

@@ -119,9 +119,8 @@ def one_line(
     """
     if type(x) is Array:
         if out is None or type(out) is Array:
-            known = x.operand  # if it was one before
-            plan = None
-            if known is not None and not known.block.freed:
+            plan, op = None, x.operand
+            if op is not None and not op.block.freed:
                 plan = _plan_for(x.world, kind, x, team, options, operands)
             if plan is not None:
                 if out is None:

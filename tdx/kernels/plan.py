@@ -253,7 +253,7 @@ class Plan:
     def again(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand] | None:
         """Start a call that is like one before: (handle of the stream, operands of x and out).
 
-        Of arrays that were checked together, by `remember`, and on the same stream: all that begin
+        Of arrays with which `begin_checked` began one, and on the same stream: all that begin
         would do has been done. None if anything differs, or may: then all is to be looked at.
         """
         result, world = self._out if out is None else out, self.world
@@ -283,8 +283,9 @@ class Plan:
         self._usage.add()
         return handle, op, to
 
-    def remember(self, handle: int, op: Operand, to: Operand) -> tuple[int, Operand, Operand]:
-        """Note that `op` and `to` were checked, which do not change; for `again`."""
+    def begin_checked(self, stream: Any, op: Operand, to: Operand) -> tuple[int, Operand, Operand]:
+        """As begin, and note that x and out were checked together, which do not change."""
+        handle = self.begin(stream, op, to)
         if all(isinstance(each.block, Block) and each.block.shows_stream for each in (op, to)):
             to.checked = (self._number, weakref.ref(op))
         return handle, op, to

@@ -164,7 +164,7 @@ class Reduce(Plan):
                 check_overlap("reduce", op, to, 0 if sizes[0] == sizes[1] else None, sizes)
             else:
                 to = op  # not written to
-            return self.remember(self.begin(stream, op, to), op, to)
+            return self.begin_checked(stream, op, to)
         except Exception as error:
             self.refuse(error)
             raise

@@ -283,7 +283,7 @@ class ReduceScatter(Plan):
             part, out_part = (self._shard * size for size in sizes)
             own = -self.group.rank * part if part == out_part else None
             check_overlap("reduce_scatter", op, to, own, (self.group.size * part, out_part))
-            return self.remember(self.begin(stream, op, to), op, to)
+            return self.begin_checked(stream, op, to)
         except Exception as error:
             self.refuse(error)
             raise

@@ -13,6 +13,7 @@ from sys import getrefcount
 import numpy as np
 
 from tdx.runtime.array import Array
+from tdx.runtime.block import Block
 from tdx.runtime.world import World
 
 __all__ = ["Results"]
@@ -34,25 +35,32 @@ class Results:
         kept = self._kept
         for _ in range(len(kept)):
             try:
-                array = kept.popleft()  # no other thread gets it now
+                cell = [kept.popleft()]  # no other thread gets it now
             except IndexError:
                 break
-            block = array._block
-            if block.freed or block.scattered or block.recorded:
-                continue  # others may use the memory whom no reference shows
-            del block
-            if _references(array) == self._alone:
-                kept.append(array)
-                return array
+            if _is_unseen(cell[0]._block):
+                continue
+            if _references(cell) == self._alone:
+                kept.append(cell[0])
+                return cell[0]
             if len(kept) < _KEPT - 1:
-                kept.append(array)
-        array = world.local(shape, dtype, name)
-        if array._block.nbytes <= _BYTES and _KEPT:
-            self._alone = _references(array)
-            kept.append(array)
-        return array
+                kept.append(cell[0])
+        cell = [world.local(shape, dtype, name)]
+        if cell[0].nbytes <= _BYTES and _KEPT:
+            self._alone = _references(cell)
+            kept.append(cell[0])
+        return cell[0]
 
 
-def _references(array: Array) -> tuple[int, int]:
-    """To the array and to its memory, but for the two of the operand made of it."""
-    return getrefcount(array), getrefcount(array._block) - (array.operand is not None) * 2
+def _is_unseen(block: Block) -> bool:
+    """Whether the memory may be in use though nothing refers to it, or is gone."""
+    return bool(block.freed or block.scattered or block.recorded)
+
+
+def _references(cell: list[Array]) -> tuple[int, int]:
+    """To the array in the list and to its memory, but for the two of the operand made of it.
+
+    By the list, since interpreters differ in whether a variable counts, and always from here.
+    """
+    operands = (cell[0].operand is not None) * 2
+    return getrefcount(cell[0]), getrefcount(cell[0]._block) - operands

@@ -122,7 +122,7 @@ class Faults:
 
     def check(self) -> None:
         """Raise the fault that stands, if any; one read of host memory."""
-        if self.record[_STATE]:
+        if self.stands():
             self.raised = self._exception()
             raise self.raised.with_traceback(None)
 
@@ -153,7 +153,7 @@ class Faults:
             self._stand(channels.explain(fault))
         elif self.first is None and (left := self._left()):
             self._stand(channels.explain(left))
-        return bool(self.record[abi.RECORD_STATE])
+        return self.stands()
 
     def _stand(self, fault: TdxError) -> None:
         """Let a fault stand, unless another one does."""

@@ -19,9 +19,7 @@ def _all_reduce(algorithm: str, dtype: str, world: str = "world", **chosen):
         **{"channel": "channel", "world": world},
         **dict.fromkeys(("numel", "columns", "vectors"), "i32"),
     }  # fmt: skip
-    constants = {
-        "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "BLOCK": 4096, **chosen,
-    }  # fmt: skip
+    constants = {"OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "BLOCK": 4096, **chosen}
     if algorithm == "low_latency":
         pairs = dtype == "bfloat16"
         constants.update(BLOCK=512 if pairs else 256, PAIRS=pairs, RANKS=8)

@@ -86,7 +86,7 @@ def case_what_was_checked_is_checked_again_of_others(world):
 
 
 @worlds(2)
-def case_a_repeated_call_is_told_by_its_line(world, backend):
+def case_a_repeated_call_is_told_by_its_line(world):
     """Where the same code calls from another line, messages name that one."""
     plan = tdx.AllReduce(world, SHAPE, "float32")
     x = world.zeros(SHAPE, "float32")
