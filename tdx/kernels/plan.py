@@ -276,8 +276,7 @@ class Plan:
             return None
         here = [handle]
         for each in (op, to, *self._shown):
-            block = each.block
-            if block.last != here or block.freed:
+            if each.block.last != here:  # as that of freed memory never is
                 return None
         self._note_caller(sys._getframe(2))
         self._usage.add()

@@ -63,8 +63,13 @@ def case_what_was_checked_is_checked_again_of_others(world):
     plan = tdx.AllReduce(world, SHAPE, "float32")
     widened = tdx.AllReduce(world, SHAPE, "float32", out_dtype="float64")
     x, out = world.zeros(SHAPE, "float32"), world.zeros(SHAPE, "float32")
+    wide = world.zeros(SHAPE, "float64")
     for _ in range(3):
         plan(x, out)
+        widened(x, wide)
+    for other in (world.zeros((5, 12), "float32"), world.zeros(SHAPE, "int32"), wide):
+        with pytest.raises((InvalidArgument, DtypeError), match="expected"):
+            plan(other, out)
     whole = world.zeros((7, 10), "float32")
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="overlaps"):
