@@ -17,6 +17,7 @@ from tests.helpers.jobs import CaseFailure, Jobs, Request, Skipped
 
 _CASES = ROOT / "tests" / "ranks" / "cases"
 _TOOLS = {"cuda": ["nvidia-smi", "-L"], "hip": ["rocm-smi", "--showid", "--csv"]}
+_ANY = 1 << 30  # ranks
 _JOBS = pytest.StashKey[Jobs]()
 
 
@@ -31,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tdx-ranks",
         type=int,
-        help="ranks of the largest world; default: of as many as there are GPUs, or of any",
+        help="ranks of the largest world; default: of as many as there are GPUs, or on the host "
+        "tier of any, but without 2 where a case has 3",
     )
 
 
@@ -83,7 +85,6 @@ class CaseFile(pytest.File):
     def collect(self) -> Iterator[CaseItem]:
         relative = self.path.relative_to(ROOT).with_suffix("")
         module = importlib.import_module(".".join(relative.parts))
-        largest = _largest_world(self.config)
         for name, case in vars(module).items():
             if not name.startswith("case_") or case.__module__ != module.__name__:
                 continue
@@ -94,12 +95,11 @@ class CaseFile(pytest.File):
             if len(dict(found)) < len(found):
                 raise self.CollectError(f"{name}: two parameter sets have the same id")
             for parameters, _ in found:
-                for size in options_of(case).worlds:
-                    if size <= largest:
-                        label = f"{name}[{parameters}{'-' if parameters else ''}w{size}]"
-                        yield CaseItem.from_parent(
-                            self, name=label, case=case, parameters=parameters, size=size
-                        )
+                for size in _sizes(self.config, options_of(case).worlds):
+                    label = f"{name}[{parameters}{'-' if parameters else ''}w{size}]"
+                    yield CaseItem.from_parent(
+                        self, name=label, case=case, parameters=parameters, size=size
+                    )
 
 
 class CaseItem(pytest.Item):
@@ -147,12 +147,21 @@ def _needs_gpu(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None
 
 
+def _sizes(config: pytest.Config, worlds: tuple[int, ...]) -> Iterator[int]:
+    """Those of a case's world sizes that are asked for."""
+    largest = _largest_world(config)
+    spared = {2} if config.getoption("--tdx-backend") == "host" and largest == _ANY else set()
+    for size in worlds:
+        if size <= largest and not (size in spared and 3 in worlds):
+            yield size
+
+
 def _largest_world(config: pytest.Config) -> int:
     backend, given = config.getoption("--tdx-backend"), config.getoption("--tdx-ranks")
     if given is not None:
         return int(given)
     if backend == "host":
-        return 1 << 30
+        return _ANY
     needle = "GPU " if backend == "cuda" else "card"
     try:
         done = subprocess.run(_TOOLS[backend], capture_output=True, text=True, check=True)

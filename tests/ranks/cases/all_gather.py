@@ -31,7 +31,7 @@ def given(rank, shape, dtype, salt=0):
     return values(rank, shape, dtype, salt)
 
 
-@worlds(1, 2, 3, 4, 5)
+@worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", DTYPES)
 def case_values(world, dtype):
     for shape in SHAPES:

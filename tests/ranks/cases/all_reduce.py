@@ -27,7 +27,7 @@ def algorithms(dtype):
     return ALGORITHMS[:2] if dtype in NARROW_OR_WIDE else ALGORITHMS
 
 
-@worlds(1, 2, 3, 4, 5)
+@worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", [*FLOATS, "int32", "int64"])
 def case_values(world, dtype):
     """Every op, size and algorithm gives the bits of the rank-order reference."""
@@ -155,7 +155,7 @@ def case_in_place(world):
             assert_same_bits(x.numpy(), reduced(given))
 
 
-@worlds(1, 2, 3, 5)
+@worlds(1, 2, 3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
 def case_steps_through_slots(world, dtype):
     """Many steps a call, the last ones short; into the plan's buffer, other arrays and in place,
@@ -185,8 +185,8 @@ def case_steps_through_slots(world, dtype):
 @worlds(2, 4)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def case_back_to_back(world, algorithm):
-    """A hundred calls without a host synchronisation; each is the next one's input."""
-    shape, calls = 515, 100
+    """Many calls without a host synchronisation; each is the next one's input."""
+    shape, calls = 515, 100 if world.size == 2 else 30
     plan = tdx.AllReduce(world, shape, "int32", algorithm=algorithm)
     given = inputs(world, shape, "int32")
     x = world.array(given[world.rank])

@@ -37,7 +37,7 @@ def check_norm(got, h, weight, eps, where=""):
     assert (error <= bound).all(), (np.nanmax(error / bound), where)
 
 
-@worlds(1, 2, 3, 4, 5)
+@worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def case_values(world, dtype):
     """h has the bits of the all-reduce, the norm is that of h, and the same for all algorithms."""
@@ -89,7 +89,7 @@ def case_eight_ranks(world):
 def case_blocks_pieces_and_steps(world, dtype):
     """Rows in pieces, many blocks, many steps through the slots, eager and in a graph: the same
     bits on every rank, call after call."""
-    shape = (13, 50)
+    shape = (7, 50)
     given = inputs(range(world.size), shape, dtype)
     weight, bias, residual = extras(shape, dtype)
     x, w, b, r = (world.array(v) for v in (given[world.rank], weight, bias, residual))

@@ -1,4 +1,4 @@
-"""Values on worlds of six and seven ranks, with odd counts of elements."""
+"""Values on worlds of five to seven ranks, with odd counts of elements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def given_and_out(world, given, shape):
     return world.array(given[world.rank]), world.array(poisoned(shape, DTYPE), symmetric=False)
 
 
-@worlds(6, 7)
+@worlds(5, 6, 7)
 @pytest.mark.parametrize(
     "algorithm", ["low_latency", "low_latency_two_shot", "one_shot", "two_shot"]
 )
@@ -33,7 +33,7 @@ def case_all_reduce(world, algorithm):
         assert_same_bits(out.numpy(), reduced(given, "avg"), shape)
 
 
-@worlds(6, 7)
+@worlds(5, 6, 7)
 @pytest.mark.parametrize("algorithm", ["low_latency", "push"])
 def case_reduce_scatter(world, algorithm):
     for rows, *rest in SHAPES:
@@ -44,7 +44,7 @@ def case_reduce_scatter(world, algorithm):
         assert_same_bits(out.numpy(), reduced(given)[mine], rows)
 
 
-@worlds(6, 7)
+@worlds(5, 6, 7)
 @pytest.mark.parametrize("algorithm", ["low_latency", "two_shot"])
 def case_reduce(world, algorithm):
     for root, shape in enumerate(SHAPES, world.size - len(SHAPES)):
@@ -57,7 +57,7 @@ def case_reduce(world, algorithm):
             assert_same_bits(out.numpy(), reduced(given, "max"), shape)
 
 
-@worlds(6, 7)
+@worlds(5, 6, 7)
 @pytest.mark.parametrize("move", MOVES, ids=str)
 def case_movement(world, move):
-    check_move(world, move, (37, 7), "int8", root=5)
+    check_move(world, move, (37, 7), "int8", root=4)

@@ -39,7 +39,7 @@ def operations(dtype):
     return ("sum", "max", "min") if dtype.startswith("int") else ("sum", "avg", "max", "min")
 
 
-@worlds(1, 2, 3, 4, 5)
+@worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", DTYPES)
 def case_scattered_values(world, dtype):
     """Every op, size and algorithm gives the own rows of the rank-order reference."""
@@ -56,7 +56,7 @@ def case_scattered_values(world, dtype):
             assert_same_bits(x.numpy(), given[world.rank], "the input")
 
 
-@worlds(1, 2, 3, 4, 5)
+@worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", DTYPES)
 def case_reduced_values(world, dtype):
     """The root gets the bits of the rank-order reference, the others None."""
@@ -184,7 +184,7 @@ def case_in_place(world):
 @pytest.mark.parametrize("steps", [1, 3])
 def case_back_to_back(world, steps):
     """Many calls without a host synchronisation, of all plans in turn, some ranks ahead."""
-    rows, calls = 131, 20
+    rows, calls = 131, 20 if world.size < 4 else 8
     size = rows * world.size
     scatters = [
         tdx.ReduceScatter(world, size, "int32", config=ScatterConfig(name, 64, steps=steps))
