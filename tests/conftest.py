@@ -17,7 +17,6 @@ from tests.helpers.jobs import CaseFailure, Jobs, Request, Skipped
 
 _CASES = ROOT / "tests" / "ranks" / "cases"
 _TOOLS = {"cuda": ["nvidia-smi", "-L"], "hip": ["rocm-smi", "--showid", "--csv"]}
-_ANY = 1 << 30  # ranks
 _JOBS = pytest.StashKey[Jobs]()
 
 
@@ -85,6 +84,7 @@ class CaseFile(pytest.File):
     def collect(self) -> Iterator[CaseItem]:
         relative = self.path.relative_to(ROOT).with_suffix("")
         module = importlib.import_module(".".join(relative.parts))
+        largest = _largest_world(self.config)
         for name, case in vars(module).items():
             if not name.startswith("case_") or case.__module__ != module.__name__:
                 continue
@@ -95,7 +95,7 @@ class CaseFile(pytest.File):
             if len(dict(found)) < len(found):
                 raise self.CollectError(f"{name}: two parameter sets have the same id")
             for parameters, _ in found:
-                for size in _sizes(self.config, options_of(case).worlds):
+                for size in _sizes(self.config, options_of(case).worlds, largest):
                     label = f"{name}[{parameters}{'-' if parameters else ''}w{size}]"
                     yield CaseItem.from_parent(
                         self, name=label, case=case, parameters=parameters, size=size
@@ -147,13 +147,11 @@ def _needs_gpu(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None
 
 
-def _sizes(config: pytest.Config, worlds: tuple[int, ...]) -> Iterator[int]:
-    """Those of a case's world sizes that are asked for."""
-    largest = _largest_world(config)
-    spared = {2} if config.getoption("--tdx-backend") == "host" and largest == _ANY else set()
-    for size in worlds:
-        if size <= largest and not (size in spared and 3 in worlds):
-            yield size
+def _sizes(config: pytest.Config, worlds: tuple[int, ...], largest: int) -> list[int]:
+    """Those of a case's world sizes that are run."""
+    chosen = config.getoption("--tdx-ranks") is not None
+    spares_pairs = config.getoption("--tdx-backend") == "host" and not chosen and 3 in worlds
+    return [size for size in worlds if size <= largest and not (spares_pairs and size == 2)]
 
 
 def _largest_world(config: pytest.Config) -> int:
@@ -161,7 +159,7 @@ def _largest_world(config: pytest.Config) -> int:
     if given is not None:
         return int(given)
     if backend == "host":
-        return _ANY
+        return 1 << 30
     needle = "GPU " if backend == "cuda" else "card"
     try:
         done = subprocess.run(_TOOLS[backend], capture_output=True, text=True, check=True)

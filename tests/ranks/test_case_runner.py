@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -96,3 +97,15 @@ def test_backend_without_a_gpu_is_wrong_usage(backend, tmp_path):
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"ERROR: --tdx-backend {backend}: " in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [([], {"w1", "w3", "w5"}), (["--tdx-ranks", "2"], {"w1", "w2"})],
+    ids=["default", "up to 2"],
+)
+def test_a_case_of_three_ranks_spares_that_of_two(options, sizes):
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--no-header", *options]
+    words += ["-k", "case_work_before_is_seen_after", "tests/ranks/cases/barrier.py"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(re.findall(r"w\d(?=\]$)", done.stdout, re.MULTILINE)) == sizes

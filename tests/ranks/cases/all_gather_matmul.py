@@ -58,6 +58,12 @@ def case_values(world, dtype, algorithm):
             assert_same_bits(again.numpy(), out.numpy())
 
 
+@worlds(5)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def case_values_on_five_ranks(world, algorithm):
+    case_values(world, "bfloat16", algorithm)
+
+
 @worlds(8)
 def case_eight_ranks(world):
     a, b = values(world.rank, (3, 20), "float32"), values(99, (20, 17), "float32")

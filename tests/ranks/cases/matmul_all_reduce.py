@@ -71,6 +71,11 @@ def case_values(world, dtype):
             assert_same_bits(again.numpy(), out.numpy(), (m, k, n))
 
 
+@worlds(5)
+def case_values_on_five_ranks(world):
+    case_values(world, "bfloat16")
+
+
 @worlds(8)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def case_eight_ranks(world, algorithm):

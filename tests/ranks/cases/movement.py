@@ -104,7 +104,7 @@ def case_many_blocks_and_rounds(world, move):
 @every_move
 def case_back_to_back(world, move):
     """Inputs change from call to call and nothing is waited for in between."""
-    shape, dtype, calls = (257,), "float32", 20 if world.size < 4 else 8
+    shape, dtype, calls = (257,), "float32", 20
     with many_rounds(staging=1 << 12):
         plan = move.plan(world, shape, dtype)
     xs = [

@@ -184,7 +184,7 @@ def case_in_place(world):
 @pytest.mark.parametrize("steps", [1, 3])
 def case_back_to_back(world, steps):
     """Many calls without a host synchronisation, of all plans in turn, some ranks ahead."""
-    rows, calls = 131, 20 if world.size < 4 else 8
+    rows, calls = 131, 20
     size = rows * world.size
     scatters = [
         tdx.ReduceScatter(world, size, "int32", config=ScatterConfig(name, 64, steps=steps))
