@@ -7,11 +7,14 @@ to 3.9. `install` makes the shim Triton's active driver; `restore` puts back wha
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import inspect
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -19,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaDriver as StockDriver
 from triton.backends.nvidia.driver import CudaLauncher, CudaUtils, make_tensordesc_arg
 from triton.runtime import _allocation
+from triton.runtime.build import compile_module_from_src
 
 from tdx.runtime.errors import DriverError, TdxError, Unsupported
 from tdx.runtime.triton_driver import (
@@ -32,10 +36,12 @@ if TYPE_CHECKING:
 
     from tdx.runtime.driver.cuda import CudaDriver
 
-__all__ = ["Compiled", "Shim", "TensorMap", "compile_kernel", "install"]
+__all__ = [
+    "MAP_BYTES", "Compiled", "Shim", "compile_kernel", "install", "launch_extension", "tensor_map",
+]  # fmt: skip
 
 _CACHE_BYTES = 256 << 20  # what do_bench overwrites to empty the L2 cache
-_MAP_BYTES = 128  # of the driver's CUtensorMap
+MAP_BYTES = 128  # of the driver's CUtensorMap
 _MAP_OPTIONS = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 
 
@@ -67,10 +73,8 @@ class _TritonDriver(StockDriver):
         try:
             self.utils = _Utils(CudaUtils(), driver)
         except Exception as error:
-            raise DriverError(
-                f"Triton could not build its launcher ({type(error).__name__}: {error}); it needs "
-                "a C compiler and Python's headers: apt-get install gcc python3-dev"
-            ) from error
+            raise _no_launcher(error) from error
+        launch_extension()
         self.launcher_cls = CudaLauncher
         self._tdx = driver
         arch = int(driver.info.arch.removeprefix("sm_"))
@@ -232,23 +236,38 @@ class Compiled:
     name: str
 
 
-class TensorMap:
-    """A tensor descriptor as the driver encodes it.
+def tensor_map(descriptor: TensorDescriptor, expected: dict[str, Any]) -> bytes:
+    """A tensor descriptor as the driver encodes it; shape and strides follow as parameters.
 
-    Attributes
-    ----------
-    address : int
-        Of the 128 bytes that a launch takes. Shape and strides follow as parameters.
+    `expected`: the entry of Compiled.maps.
     """
+    try:
+        holder, *_ = make_tensordesc_arg(descriptor, expected, *_MAP_OPTIONS)
+    except RuntimeError as error:
+        raise DriverError(f"the GPU's driver refuses {descriptor}: {error}") from error
+    # the last field of Triton's object
+    return ctypes.string_at(id(holder) + type(holder).__basicsize__ - MAP_BYTES, MAP_BYTES)
 
-    def __init__(self, descriptor: TensorDescriptor, expected: dict[str, Any]):
-        """`expected`: the entry of Compiled.maps."""
-        try:
-            self._holder, *_ = make_tensordesc_arg(descriptor, expected, *_MAP_OPTIONS)
-        except RuntimeError as error:
-            raise DriverError(f"the GPU's driver refuses {descriptor}: {error}") from error
-        # the last field of Triton's object
-        self.address = id(self._holder) + type(self._holder).__basicsize__ - _MAP_BYTES
+
+@functools.cache
+def launch_extension() -> Any:
+    """launch.c as a module, compiled at first use, as Triton does with its own launchers.
+
+    Raises DriverError where that cannot be done.
+    """
+    source = (Path(__file__).parent / "driver" / "launch.c").read_text()
+    headers = Path(triton.backends.nvidia.__file__).parent / "include"
+    try:
+        return compile_module_from_src(source, "tdx_launch", include_dirs=[str(headers)])
+    except Exception as error:
+        raise _no_launcher(error) from error
+
+
+def _no_launcher(error: Exception) -> DriverError:
+    return DriverError(
+        f"Triton could not build its launcher ({type(error).__name__}: {error}); it needs a C "
+        "compiler and Python's headers: apt-get install gcc python3-dev"
+    )
 
 
 _loaded: dict[tuple[int, str], int] = {}  # by GPU and hash; they stay, as in Triton itself

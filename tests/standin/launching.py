@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.standin.ranks import Rank, scenario
 
@@ -91,16 +92,16 @@ def launches_of_two_threads(rank: Rank) -> None:
     import tdx
     from tdx.runtime.driver import cuda_kernel
 
-    world = rank.init()
-    b = world.array(np.ones((16, 16), np.float32))
-    given = [world.array(np.ones((16, 16), np.float32)) for _ in range(2)]
-    tdx.matmul(given[0], b)
-    launch, second, seen = cuda_kernel.cuLaunchKernelEx, threading.Event(), []
+    signature = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    launch = signature(("cuLaunchKernelEx", ctypes.CDLL("libcuda.so.1")))
+    threads: list[threading.Thread] = []
+    second, seen = threading.Event(), []
 
-    def slow(config: Any, function: Any, table: int, extra: int) -> Any:
-        if threading.current_thread() is not threads[1]:
+    @signature
+    def slow(config: int, function: int, table: int, extra: int) -> int:
+        if threads and threading.current_thread() is threads[0]:
             second.wait()
-            threads[1].join(0.2)
+            threads[1].join(5)  # it can be launched while this launch waits
         first = ctypes.c_void_p.from_address(table).value
         seen.append((threading.current_thread(), ctypes.c_int64.from_address(first).value))
         return launch(config, function, table, extra)
@@ -110,18 +111,22 @@ def launches_of_two_threads(rank: Rank) -> None:
             second.set()
         tdx.matmul(a, b)
 
-    threads = [threading.Thread(target=run, args=(a,)) for a in given]
-    cuda_kernel.cuLaunchKernelEx = slow
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        address = ctypes.cast(slow, ctypes.c_void_p).value
+        patch.setattr(cuda_kernel, "LAUNCH_ADDRESS", address)
+        world = rank.init()
+        b = world.array(np.ones((16, 16), np.float32))
+        given = [world.array(np.ones((16, 16), np.float32)) for _ in range(2)]
+        tdx.matmul(given[0], b)
+        seen.clear()
+        threads += [threading.Thread(target=run, args=(a,)) for a in given]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    finally:
-        cuda_kernel.cuLaunchKernelEx = launch
-    expected = [(t, a.data_ptr()) for t, a in zip(threads, given, strict=True)]
-    assert sorted(seen, key=lambda s: threads.index(s[0])) == expected
-    world.close()
+        expected = [(threads[i], given[i].data_ptr()) for i in (1, 0)]
+        assert seen == expected
+        world.close()
 
 
 @scenario(2)

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tdx.runtime import triton_driver_cuda
 from tdx.runtime.driver.cuda_device import (
@@ -18,11 +18,13 @@ from tdx.runtime.driver.cuda_device import (
     call,
     cu,
 )
-from tdx.runtime.driver.cuda_kernel import BoundKernel
 from tdx.runtime.driver.cuda_memory import CudaMemory
 from tdx.runtime.driver.cuda_torch import TorchStream
 from tdx.runtime.errors import InvalidArgument, TdxError
 from tdx.runtime.stream import NOWHERE, Here, follow, order
+
+if TYPE_CHECKING:
+    from tdx.runtime.driver.cuda_kernel import BoundKernel
 
 __all__ = ["CudaDriver"]
 
@@ -365,6 +367,8 @@ class CudaDriver(CudaMemory):
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: Any, named: dict[str, Any]
     ) -> BoundKernel:
+        from tdx.runtime.driver.cuda_kernel import BoundKernel  # which `install` has compiled
+
         with self.using():
             return BoundKernel(self, kernel, grid, pointers, args, named)
 

@@ -1,7 +1,7 @@
 """Launching tdx's own kernels: arguments are laid out once, a call fills in the addresses.
 
 Triton's own launcher looks at every argument again, which costs several times what the driver
-takes for the launch itself.
+takes for the launch itself. Calls are those of launch.c.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,192 +19,175 @@ from tdx.runtime.driver.base import Described
 from tdx.runtime.driver.cuda_device import call, cu
 from tdx.runtime.errors import DriverError
 from tdx.runtime.faults import Pointer
-from tdx.runtime.stream import NOWHERE
-from tdx.runtime.triton_driver_cuda import TensorMap, compile_kernel
+from tdx.runtime.triton_driver_cuda import (
+    MAP_BYTES,
+    compile_kernel,
+    launch_extension,
+    tensor_map,
+)
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.cuda import CudaDriver
 
 __all__ = ["BoundKernel"]
 
-cuLaunchKernelEx = cu.cuLaunchKernelEx
 _INTEGERS = ("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64")
 _SCRATCH = 2  # pointers that Triton adds to the parameters: unused scratch memory
 _KEPT_MAPS = 1024
 _VECTOR = 16  # bytes: Triton compiles other code for pointers that are not aligned to this
+_launch = launch_extension()
+LAUNCH_ADDRESS = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
 
 
-class BoundKernel:
+class BoundKernel(_launch.Launcher):  # type: ignore[misc]
     """A kernel with its grid and arguments; see Driver.bind."""
 
     def __init__(
         self, driver: CudaDriver, kernel: Any, grid: int, pointers: Sequence[Any],
         args: Sequence[Any], named: dict[str, Any],
     ):  # fmt: skip
+        super().__init__(LAUNCH_ADDRESS, driver._lasting)
         self._driver = driver
-        self._lasting = driver._lasting  # which grows and shrinks
         self._make = (kernel, grid, pointers, args, named)
-        aligned = (0,) * len(pointers)
-        self._layout = self._usual = self._make_layout(aligned)
-        self._layouts = {aligned: self._usual}
-        self._addresses: list[int] | None = None  # that are filled in in `_layout`
-        self._filling = threading.Lock()  # until the driver has taken what was filled in
+        self._layouts: dict[int, _Layout] = {}  # by which operands are not aligned
+        self.mark = driver.mark
+        self._layout(0)
 
-    def __call__(self, stream: int, *operands: Any) -> None:
-        addresses = [op.address for op in operands]
-        filling = self._filling
-        filling.acquire()  # in half the time of `with`
-        try:
-            if addresses == self._addresses:
-                layout = self._layout
-            else:
-                low = 0
-                for address in addresses:
-                    low |= address
-                layout = self._layout_for(addresses) if low % _VECTOR else self._usual
-                self._addresses = None
-                if layout.described:
-                    layout.fill(addresses)
-                else:
-                    layout.values[: len(addresses)] = addresses
-                self._layout, self._addresses = layout, addresses
-            if stream != layout.stream:
-                layout.stream = stream
-                layout.config.hStream = cu.CUstream(stream)
-            code = cuLaunchKernelEx(*layout.launch)[0]
-            if code:
-                self._driver.again("launching a kernel", code, cuLaunchKernelEx, *layout.launch)
-            if stream not in self._lasting:
-                self._driver.mark(stream)
-        finally:
-            filling.release()
+    def find(self, odd: int) -> Any:
+        """The parameters, for launch.c; bit i of `odd`: operand i is not aligned."""
+        return self._layout(odd).laid
+
+    def failed(self, code: int, args: tuple[Any, ...]) -> None:
+        """After a launch that failed, for launch.c: once more if the thread had another GPU."""
+        again = lambda: (cu.CUresult(self.launch(*args)),)  # noqa: E731
+        self._driver.again("launching a kernel", cu.CUresult(code), again)
 
     def prepare(self, *operands: Any) -> None:
         """Compile and load for operands aligned like these, unless that was done."""
-        with self._filling:
-            self._layout_for([op.address for op in operands])
+        self._layout_for(operands)
 
     def bare(self, stream: int, *operands: Any) -> Callable[[], Any]:
         """The driver call alone, which repeats one launch: what there is to measure against."""
-        self(stream, *operands)
-        repeat = functools.partial(cuLaunchKernelEx, *self._layout.launch)
-        repeat.kernel = self  # type: ignore[attr-defined]  # the launch has addresses in it
+        layout = self._layout_for(operands)
+        config = cu.CUlaunchConfig()
+        config.gridDimX, config.blockDimX = layout.grid, layout.threads
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.sharedMemBytes, config.hStream = layout.shared, cu.CUstream(stream)
+        held = [ctypes.create_string_buffer(each, len(each)) for each in layout.filled(operands)]
+        table = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+        function, start = cu.CUfunction(layout.function), ctypes.addressof(table)
+        repeat = functools.partial(cu.cuLaunchKernelEx, config, function, start, 0)
+        repeat.held = self, operands, held, table  # type: ignore[attr-defined]  # their memory
         return repeat
 
-    def _layout_for(self, addresses: Sequence[int]) -> _Layout:
-        """The layout for operands aligned like these; made at first use."""
-        offsets = tuple(1 if address % _VECTOR else 0 for address in addresses)
-        layout = self._layouts.get(offsets)
-        if layout is None:
-            layout = self._layouts[offsets] = self._make_layout(offsets)
-        return layout
+    def _layout_for(self, operands: Sequence[Any]) -> _Layout:
+        return self._layout(sum((op.address % _VECTOR > 0) << i for i, op in enumerate(operands)))
 
-    def _make_layout(self, offsets: tuple[int, ...]) -> _Layout:
-        kernel, grid, pointers, args, named = self._make
-        # any addresses do that are aligned like the real ones
-        leading = [
-            kind.at(at) if isinstance(kind, Described) else Pointer(at, kind)
-            for at, kind in zip(offsets, pointers, strict=True)
-        ]
-        return _Layout(kernel, grid, pointers, [*leading, *args], named)
+    def _layout(self, odd: int) -> _Layout:
+        """Made at first use."""
+        layout = self._layouts.get(odd)
+        if layout is None:
+            kernel, grid, pointers, args, named = self._make
+            # any addresses do that are aligned like the real ones
+            places = [odd >> i & 1 for i in range(len(pointers))]
+            leading = [
+                kind.at(at) if isinstance(kind, Described) else Pointer(at, kind)
+                for at, kind in zip(places, pointers, strict=True)
+            ]
+            layout = _Layout(kernel, grid, pointers, [*leading, *args], named, odd)
+            self._layouts[odd] = layout
+        return layout
 
 
 class _Layout:
-    """The compiled kernel for operands of one alignment, and its parameters in memory."""
+    """The compiled kernel for operands of one alignment, and its parameters."""
 
     def __init__(
         self, kernel: Any, grid: int, pointers: Sequence[Any], args: list[Any],
-        named: dict[str, Any],
+        named: dict[str, Any], odd: int,
     ):  # fmt: skip
         compiled = compile_kernel(kernel, args, named)
         self._args = args  # the memory of what is an array among them
-        self._function = cu.CUfunction(compiled.function)
-        kinds = compiled.kinds[: len(args)]  # the rest are constexprs
+        self.function, self.grid = compiled.function, grid
+        self.threads, self.shared = compiled.threads, compiled.shared_bytes
         expected = iter(compiled.maps)
-        words: list[int] = []
-        places = []  # of the arguments among the words
-        maps: list[_Maps | None] = []
-        for kind, value in zip(kinds, args, strict=True):
-            places.append(len(words))
+        self._parameters: list[bytes] = []
+        self._operands: list[tuple[int, _Maps | None]] = []  # places among the parameters
+        # kinds beyond the arguments are those of constexprs
+        for i, (kind, value) in enumerate(zip(compiled.kinds, args, strict=False)):
+            is_operand, maps = i < len(pointers), None
             if isinstance(value, TensorDescriptor):
-                maps.append(_Maps(next(expected)))
-                words += (0, *value.shape, *value.strides)  # the map, filled in later
+                maps = _Maps(pointers[i] if is_operand else value, next(expected))
+            if is_operand:
+                self._operands.append((len(self._parameters), maps))
+            if maps is None:
+                self._parameters += _parameters(kind, value)
             else:
-                maps.append(None)
-                words += _words(kind, value)
-        words += [0] * _SCRATCH
-        self._check(compiled.name, len(words))
-        self.values = (ctypes.c_int64 * len(words))(*words)
-        start = ctypes.addressof(self.values)
-        self._table = (ctypes.c_void_p * len(words))(*(start + 8 * i for i in range(len(words))))
-        self._maps = maps
-        count = len(pointers)
-        for place, value, held in zip(places[count:], args[count:], maps[count:], strict=True):
-            if held is not None:
-                self._table[place] = held.encoded(value.base.data_ptr(), value)
-        self.described = any(held is not None for held in maps[:count])
-        self._leading = tuple(zip(places[:count], pointers, maps[:count], strict=True))
-        self.stream = NOWHERE
-        self.config = cu.CUlaunchConfig()
-        self.config.gridDimX = grid
-        self.config.gridDimY = self.config.gridDimZ = 1
-        self.config.blockDimX = compiled.threads
-        self.config.blockDimY = self.config.blockDimZ = 1
-        self.config.sharedMemBytes = compiled.shared_bytes
-        self.launch = (self.config, self._function, ctypes.addressof(self._table), 0)
+                self._parameters.append(bytes(MAP_BYTES) if is_operand else maps[value.base.data_ptr()])
+                self._parameters += map(_word, (*value.shape, *value.strides))
+        self._parameters += [_word(0)] * _SCRATCH
+        self._check(compiled.name)
+        places, every = zip(*self._operands, strict=True) if self._operands else ((), ())
+        self.laid = _launch.Laid(
+            self.function, grid, self.threads, self.shared, tuple(self._parameters), odd, places,
+            every,
+        )  # fmt: skip
 
-    def fill(self, addresses: Sequence[int]) -> None:
-        """Fill in the leading arguments, some of which are tensor descriptors."""
-        for (place, kind, held), address in zip(self._leading, addresses, strict=True):
-            if held is None:
-                self.values[place] = address
-            else:
-                self._table[place] = held.encoded(address, kind)
+    def filled(self, operands: Sequence[Any]) -> list[bytes]:
+        """The parameters with these operands, as launch.c fills them in."""
+        parameters = list(self._parameters)
+        for (place, maps), op in zip(self._operands, operands, strict=True):
+            parameters[place] = _word(op.address) if maps is None else maps[op.address]
+        return parameters
 
-    def _check(self, name: str, count: int) -> None:
+    def _check(self, name: str) -> None:
         """The driver knows how many parameters the code has, and finishes loading it."""
-        found = 0
+        function, found, count = cu.CUfunction(self.function), 0, len(self._parameters)
         with contextlib.suppress(RuntimeError):  # a driver before 12.4 cannot be asked
-            while not int(cu.cuFuncGetParamInfo(self._function, found)[0]):
+            while not int(cu.cuFuncGetParamInfo(function, found)[0]):
                 found += 1
             if found != count:
                 raise DriverError(
                     f"kernel {name} has {found} parameters where {count} were laid out: this "
                     "version of Triton passes arguments in another way"
                 )
-            call("loading a kernel", cu.cuFuncLoad, self._function)
+            call("loading a kernel", cu.cuFuncLoad, function)
 
 
-class _Maps:
-    """Tensor descriptors of one parameter, encoded: the last few are kept."""
+class _Maps(dict[int, bytes]):
+    """Tensor maps of one parameter by address, encoded when asked for: the last few are kept."""
 
-    def __init__(self, expected: dict[str, Any]):
-        self._expected = expected
-        self._known: dict[int, TensorMap] = {}
+    def __init__(self, kind: Described | TensorDescriptor, expected: dict[str, Any]):
+        self._kind, self._expected = kind, expected
 
-    def encoded(self, address: int, kind: Described | TensorDescriptor) -> int:
-        """Where the encoded descriptor of memory at `address` is."""
-        known = self._known.get(address)
-        if known is None:
-            if len(self._known) == _KEPT_MAPS:
-                del self._known[next(iter(self._known))]
-            descriptor = kind.at(address) if isinstance(kind, Described) else kind
-            known = self._known[address] = TensorMap(descriptor, self._expected)
-        return known.address
+    def __missing__(self, address: int) -> bytes:
+        kind = self._kind
+        descriptor = kind.at(address) if isinstance(kind, Described) else kind
+        encoded = tensor_map(descriptor, self._expected)
+        if len(self) >= _KEPT_MAPS:
+            with contextlib.suppress(KeyError):  # another thread does so
+                del self[next(iter(self))]
+        self[address] = encoded
+        return encoded
 
 
-def _words(kind: Any, value: Any) -> Iterator[int]:
-    """An argument as the 8-byte words in which its parameters are kept, none if compiled in."""
+def _parameters(kind: Any, value: Any) -> Iterator[bytes]:
+    """An argument as the kernel's parameters, none if it was compiled in."""
     if isinstance(kind, tuple):
         for pair in zip(kind, value, strict=True):
-            yield from _words(*pair)
+            yield from _parameters(*pair)
     elif kind == "constexpr":
         return
     elif kind.startswith("*"):
-        yield value.data_ptr()
+        yield _word(value.data_ptr())
     elif kind in _INTEGERS:
-        yield int(value)
+        yield _word(int(value))
     elif kind == "fp32":
-        yield struct.unpack("<I", struct.pack("<f", value))[0]
+        yield struct.pack("<f4x", value)
     else:
         raise DriverError(f"no layout for kernel arguments of type {kind}")
+
+
+def _word(value: int) -> bytes:
+    """8 bytes, of which the driver reads as many as the parameter has."""
+    return (value & (1 << 64) - 1).to_bytes(8, "little")
