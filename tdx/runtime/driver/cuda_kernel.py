@@ -39,7 +39,7 @@ _launch = launch_extension()
 LAUNCH_ADDRESS = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value
 
 
-class BoundKernel(_launch.Launcher):  # type: ignore[misc]
+class BoundKernel(_launch.Launcher):  # type: ignore[name-defined]
     """A kernel with its grid and arguments; see Driver.bind."""
 
     def __init__(
@@ -115,16 +115,18 @@ class _Layout:
         self._operands: list[tuple[int, _Maps | None]] = []  # places among the parameters
         # kinds beyond the arguments are those of constexprs
         for i, (kind, value) in enumerate(zip(compiled.kinds, args, strict=False)):
-            is_operand, maps = i < len(pointers), None
+            maps = None
+            place = len(self._parameters)
             if isinstance(value, TensorDescriptor):
-                maps = _Maps(pointers[i] if is_operand else value, next(expected))
-            if is_operand:
-                self._operands.append((len(self._parameters), maps))
-            if maps is None:
-                self._parameters += _parameters(kind, value)
-            else:
-                self._parameters.append(bytes(MAP_BYTES) if is_operand else maps[value.base.data_ptr()])
+                maps = _Maps(pointers[i] if i < len(pointers) else value, next(expected))
+                self._parameters.append(bytes(MAP_BYTES))
                 self._parameters += map(_word, (*value.shape, *value.strides))
+            else:
+                self._parameters += _parameters(kind, value)
+            if i < len(pointers):
+                self._operands.append((place, maps))
+            elif maps is not None:
+                self._parameters[place] = maps[value.base.data_ptr()]
         self._parameters += [_word(0)] * _SCRATCH
         self._check(compiled.name)
         places, every = zip(*self._operands, strict=True) if self._operands else ((), ())
