@@ -37,6 +37,7 @@ from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig
 from tdx.kernels.rms_norm_kernels import low_latency_kernel, one_shot_kernel, two_shot_kernel
 from tdx.kernels.select import (
+    PIECE_BYTES,
     STAGING_BYTES,
     cheapest,
     check_low_latency,
@@ -270,7 +271,7 @@ def choose(
         if ranks > 1 and takes_low_latency(words, ranks, (dtype,)):
             sent["norm_low_latency"] = 2 * (ranks - 1) * words
         block, _ = row_block(backend, columns, dtype.itemsize, ranks, words=True)
-        pieces = -(-columns // block)
+        pieces = -(-columns * dtype.itemsize // min(block * dtype.itemsize, PIECE_BYTES))
         algorithm = cheapest(backend, sent, ranks, pieces).removeprefix("norm_")
     block, warps = row_block(
         backend, columns, dtype.itemsize, ranks, words=algorithm == "low_latency",

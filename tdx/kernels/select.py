@@ -11,8 +11,8 @@ import numpy as np
 from tdx.runtime.errors import InvalidArgument, Unsupported
 
 __all__ = [
-    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "STAGING_BYTES",
-    "Constants", "Cost", "Movement", "block_bytes", "block_elements", "broadcast_round_bytes",
+    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "PIECE_BYTES",
+    "STAGING_BYTES", "Constants", "Cost", "Movement", "block_bytes", "block_elements", "broadcast_round_bytes",
     "cheapest", "check_low_latency", "constants", "engines_us", "follows", "gather_algorithm",
     "gather_chunks", "low_latency_elements", "low_latency_words", "movement_algorithm",
     "power_of_two", "push_block", "push_tile", "row_block", "shard_block", "shared_bytes",
@@ -123,6 +123,7 @@ def shared_bytes(arch: str) -> int:
 
 
 STAGING_BYTES = 64 << 20  # most memory of a plan for slots that large arrays pass through
+PIECE_BYTES = 8 << 10  # of a row with flags: a block that takes twice that waits as long as twice
 
 
 @dataclass(frozen=True)

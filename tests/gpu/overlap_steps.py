@@ -5,8 +5,9 @@
 For each shape M, N, K of one rank's product, with M rows of all ranks: microseconds in a graph,
 taken in turn, of a library's product alone where there is one, of tdx.matmul and of the kernel
 of step 1 alone, of the five steps, and of what tdx.AllGatherMatmul chooses. All are bfloat16. M has
-to be a multiple of ranks * chunks * 128, N of 128 and K of 64; of 16 each on the host tier, which
-shows that results are right. For NVIDIA GPUs with 160 KiB of shared memory or more.
+to be a multiple of ranks * chunks * 128, N of 256 and K of 64; of 16 each on the host tier, N of
+32, which shows that results are right. For NVIDIA GPUs with 200 KiB of shared memory or more.
+Tiles have 128 rows and 128 columns, with descriptors, which take fewer registers, 256.
 
 Programs that wait must not keep those that push from starting, in whatever order a graph launches
 them. Pushes have their own stream of higher priority, and steps 4 and 5 leave multiprocessors to
@@ -152,10 +153,10 @@ class Steps:
         m, n, k = shape
         bm, bn, bk = (16, 16, 16) if world.backend == "host" else (128, 128, 64)
         rows = m // (world.size * chunks)
-        if rows < 1 or m != world.size * chunks * rows or rows % bm or n % bn or k % bk:
+        if rows < 1 or m != world.size * chunks * rows or rows % bm or n % (2 * bn) or k % bk:
             raise ValueError(
                 f"{m},{n},{k} with {world.size} ranks of {chunks} chunks: M must be a multiple of "
-                f"{world.size * chunks * bm}, N of {bn}, K of {bk}"
+                f"{world.size * chunks * bm}, N of {2 * bn}, K of {bk}"
             )
         self._world, self._given, self._out = world, given, given.result.out
         self._plan = tdx.AllGather(
@@ -169,12 +170,14 @@ class Steps:
             "CHUNKS": chunks, "ROWS": rows, "N": n, "K": k, "BM": bm, "BN": bn, "BK": bk,
             "num_warps": 8, "num_stages": 4,
         }  # fmt: skip
-        if world.backend == "cuda":  # a thread of it and one that pushes, of 58, share 256
-            self._options["maxnreg"] = 168
+        # a thread of it and one that pushes, of 58, share 256
+        self._shares = {"maxnreg": 168} if world.backend == "cuda" else {}
 
     def plain(self, rows: Any) -> None:
         """The product of rows that are there."""
-        plain_kernel[(self._tiles,)](rows, self._given.b, self._out, **self._options)
+        plain_kernel[(self._tiles,)](
+            rows, self._given.b, self._out, **self._options, **self._shares
+        )
 
     def gather_first(self) -> None:
         """Step 1. The barrier: own rows being sent does not tell that the peers' have come."""
@@ -192,10 +195,11 @@ class Steps:
     def described(self) -> None:
         """Step 5."""
         bm, bn, bk = self._tile
+        options = self._options | {"BN": 2 * bn}
         gathered = TensorDescriptor.from_tensor(self._plan(self._given.a), [bm, bk])
-        b = TensorDescriptor.from_tensor(self._given.b, [bk, bn])
+        b = TensorDescriptor.from_tensor(self._given.b, [bk, 2 * bn])
         persistent_kernel[(self._blocks,)](
-            gathered, b, self._out, *self._signals, **self._options, DESCRIBED=True
+            gathered, b, self._out, *self._signals, **options, DESCRIBED=True
         )
         self._plan.join()
 
@@ -205,8 +209,12 @@ class Steps:
         return {
             "plain kernel alone": partial(self.plain, self._given.whole),
             "1 gather, then compute": self.gather_first,
-            "2 a signal for each rank": partial(self.beside, ranks_kernel, self._tiles),
-            "3 order of arrival": partial(self.beside, arrival_kernel, self._columns),
+            "2 a signal for each rank": partial(
+                self.beside, ranks_kernel, self._tiles, **self._shares
+            ),
+            f"3 order of arrival, {self._columns} programs": partial(
+                self.beside, arrival_kernel, self._columns, **self._shares
+            ),
             f"4 persistent, {self._blocks} programs": persistent,
             "5 tensor descriptors": self.described,
         }

@@ -24,4 +24,4 @@ def test_steps_of_overlap(ranks, rows):
 def test_shape_is_refused():
     done = run_tdx("run", "-n", "2", *_WORDS, "72,48,32", timeout_s=120)
     assert done.returncode != 0
-    assert "M must be a multiple of 64, N of 16, K of 16" in done.stderr
+    assert "M must be a multiple of 64, N of 32, K of 16" in done.stderr

@@ -145,6 +145,7 @@ def test_norms_follow_the_size():
         return all_reduce_rms_norm.choose("cuda", rows, columns, kind, ranks).algorithm
 
     assert chosen(16, 4096, 2) == "low_latency"
+    assert chosen(1, 8192, 2) == chosen(16, 8192, 2) == "one_shot"
     assert chosen(16, 32768, 2) == "one_shot"
     assert chosen(128, 4096, 2) == "one_shot"
     assert chosen(256, 8192, 2) == "one_shot"
@@ -283,9 +284,9 @@ def test_few_rows_are_not_fused():
 
 def test_few_waves_are_gathered_where_they_are_multiplied():
     for rows, nbytes, ranks, expected in (
-        (256, 4 << 20, 2, True), (512, 8 << 20, 4, True), (2048, 32 << 20, 2, True),
-        (192, 3 << 20, 2, False), (2049, 32 << 20, 2, False), (513, 8 << 20, 4, False),
-        (256, 33 << 20, 2, False), (256, 4 << 20, 1, False),
+        (257, 4 << 20, 2, True), (512, 8 << 20, 4, True), (2048, 32 << 20, 2, True),
+        (256, 4 << 20, 2, False), (2049, 32 << 20, 2, False), (513, 8 << 20, 4, False),
+        (257, 33 << 20, 2, False), (257, 4 << 20, 1, False),
     ):  # fmt: skip
         assert one_kernel("cuda", rows, nbytes, ranks) is expected
         assert not one_kernel("host", rows, nbytes, ranks)
