@@ -40,6 +40,7 @@ from tdx.runtime.driver.host.bounds import address_of
 from tdx.runtime.driver.host.builder import HostBuilder, HostReduceOps, HostScanOps
 from tdx.runtime.driver.host.device import Device
 from tdx.runtime.driver.host.kernel import PreparedKernel
+from tdx.runtime.driver.host.operators import shorten
 from tdx.runtime.errors import Closed, InvalidArgument, Unsupported
 
 __all__ = ["HostTritonDriver", "prepare", "set_launcher", "take_over"]
@@ -98,6 +99,7 @@ def _patch_language() -> None:
     for name, member in list(vars(tl.tensor).items()):
         if isinstance(member, (JITFunction, interpreter.InterpretedFunction)):
             setattr(tl.tensor, name, _method(member))
+    shorten()
 
 
 def _method(function: Any) -> Callable[..., Any]:
