@@ -1,8 +1,8 @@
 """The operators of interpreted tensors, without detours where operands are alike.
 
 Triton resolves types and shapes of `a + b` anew in each call, in a dozen layers that take some
-15 us. Between operands of one type, int32 and int64, or a tensor and a Python int, the result's type
-is plain, and NumPy computes what those layers would have it compute. All else goes through them.
+15 us. Between operands of one type, of int32 and int64, or with a Python int, the result's type is
+plain, and NumPy computes what those layers would have it compute. All else goes through them.
 """
 
 from __future__ import annotations
