@@ -284,9 +284,9 @@ def test_few_rows_are_not_fused():
 
 def test_few_waves_are_gathered_where_they_are_multiplied():
     for rows, nbytes, ranks, expected in (
-        (257, 4 << 20, 2, True), (512, 8 << 20, 4, True), (2048, 32 << 20, 2, True),
-        (256, 4 << 20, 2, False), (2049, 32 << 20, 2, False), (513, 8 << 20, 4, False),
-        (257, 33 << 20, 2, False), (257, 4 << 20, 1, False),
+        (512, 8 << 20, 2, True), (512, 8 << 20, 4, True), (2048, 32 << 20, 2, True),
+        (511, 8 << 20, 2, False), (2049, 32 << 20, 2, False), (513, 8 << 20, 4, False),
+        (512, 33 << 20, 2, False), (512, 4 << 20, 1, False),
     ):  # fmt: skip
         assert one_kernel("cuda", rows, nbytes, ranks) is expected
         assert not one_kernel("host", rows, nbytes, ranks)
