@@ -1,10 +1,11 @@
 """What a product takes with each of many tiles: where the constants of tiles.py come from.
 
     tdx run -n 1 --backend cuda -m tests.gpu.tile_times 128,7168,8192 64,7168,8192 --best 8
+    tdx run -n 1 --backend cuda -m tests.gpu.tile_times 8192,7168,8192 --dtype float8_e4m3fn
 
-For each shape M, N, K prints microseconds in a graph, taken in turn on a hot GPU: of torch.mm,
-where PyTorch is installed, of the tile that is chosen where blocks may share it, and of the best
-others, each checked against that one.
+For each shape M, N, K prints microseconds in a graph, taken in turn on a hot GPU: of torch.mm, or
+for float8 torch._scaled_mm, where PyTorch is installed, of the tile that is chosen where blocks may
+share it, and of the best others, each checked against that one. b of float8 is a transpose.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import numpy as np
 
 import tdx
 from tdx.kernels.select import shared_bytes
-from tdx.kernels.tiles import Config, choose_tile
+from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
 from tdx.runtime.dtypes import resolve
+from tdx.tools.reference import FLOAT8
 from tdx.tools.timing import recorded, times_in_turn
 
 _CALLS = 20
@@ -33,25 +35,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shapes", nargs="+", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--best", type=int, default=8)
+    parser.add_argument("--dtype", choices=("bfloat16", FLOAT8), default="bfloat16")
     args = parser.parse_args()
     with tdx.init() as world:
         for shape in args.shapes:
-            taken = _times(world, *shape)
+            taken = _times(world, args.dtype, *shape)
             tiles = [name for name in taken if name.startswith("Config")]
             tiles.sort(key=taken.__getitem__)
             for name in [*(name for name in taken if name not in tiles), *tiles[: args.best]]:
                 sys.stdout.write(f"{shape} {taken[name]:8.2f} us  {name}\n")
 
 
-def _times(world: Any, m: int, n: int, k: int) -> dict[str, float]:
+def _times(world: Any, dtype: str, m: int, n: int, k: int) -> dict[str, float]:
     generator = np.random.default_rng(0)
     a, b = (
         world.array(
-            generator.standard_normal(shape, np.float32).astype(resolve("bfloat16")),
-            symmetric=False,
+            generator.standard_normal(shape, np.float32).astype(resolve(dtype)), symmetric=False
         )
-        for shape in ((m, k), (k, n))
+        for shape in ((m, k), (n, k) if dtype == FLOAT8 else (k, n))
     )
+    b = b.T if dtype == FLOAT8 else b
     out = world.empty((m, n), "bfloat16", symmetric=False)
     wanted = tdx.matmul(a, b).numpy().astype(np.float32)
     bound = 0.02 * np.abs(wanted).max()
@@ -61,7 +64,7 @@ def _times(world: Any, m: int, n: int, k: int) -> dict[str, float]:
         m,
         n,
         k,
-        2,
+        a.dtype.itemsize,
         True,
         world.driver.resident_blocks(),
         split=True,
@@ -73,9 +76,14 @@ def _times(world: Any, m: int, n: int, k: int) -> dict[str, float]:
         if torch.cuda.is_available():
             torch.cuda.set_stream(torch.cuda.ExternalStream(world.stream.own))
             left, right, to = (torch.from_dlpack(x) for x in (a, b, out))
-            calls["torch.mm"] = partial(torch.mm, left, right, out=to)
+            one = torch.ones((), device=left.device)
+            calls["torch"] = (
+                partial(torch._scaled_mm, left, right, one, one, out_dtype=to.dtype, out=to)
+                if dtype == FLOAT8
+                else partial(torch.mm, left, right, out=to)
+            )
     calls[f"chosen {chosen}"] = partial(tdx.matmul, a, b, out=out, config=chosen)
-    for config in _grid(world, chosen, n, k):
+    for config in _grid(world, chosen, dtype, n, k):
         call = partial(tdx.matmul, a, b, out=out, config=config)
         call()
         worst = np.abs(out.numpy().astype(np.float32) - wanted).max()
@@ -86,24 +94,34 @@ def _times(world: Any, m: int, n: int, k: int) -> dict[str, float]:
     return times_in_turn(world, replays, _CALLS, 15)
 
 
-def _grid(world: Any, chosen: Config, n: int, k: int) -> Iterator[Config]:
+def _grid(world: Any, chosen: Config, dtype: str, n: int, k: int) -> Iterator[Config]:
     shared = shared_bytes(world.device.arch) if world.backend == "cuda" else 1 << 20
-    for width in (64, 128, 256):
-        for depth in (64, 128, 256):
-            stages = min(8, (shared - 2048) // ((chosen.block_m + width) * depth * 2))
-            for split, warps in product((1, 2, 3, 4, 6, 8, 12, 16), (4, 8)):
-                tiles = -(-n // width) * split
-                size = chosen.block_m * width
-                fit = size <= 128 * 128 if warps == 4 else size >= 128 * 64
-                if fit and stages >= 2 and split * depth <= k and 33 <= tiles <= 528:
-                    yield replace(
-                        chosen, block_n=width, block_k=depth, num_stages=stages, split_k=split,
-                        num_warps=warps,
-                    )  # fmt: skip
+    size, all_heights = resolve(dtype).itemsize, chosen.block_m >= 128 and dtype == FLOAT8
+    heights = (64, 128, 256) if all_heights else (chosen.block_m,)
+    for height, width, depth in product(heights, (64, 128, 256), (64, 128, 256)):
+        stages = min(8, (shared - 2048) // ((height + width) * depth * size))
+        if dtype == FLOAT8 and depth < FLOAT8_DEPTH:
+            continue
+        for split, warps in product((1, 2, 3, 4, 6, 8, 12, 16), (4, 8)):
+            tiles = -(-n // width) * split
+            area = height * width
+            fit = area <= 128 * 128 if warps == 4 else area >= 128 * 64
+            few = all_heights or 33 <= tiles <= 528  # of one row of tiles; of many none is shared
+            if (
+                fit
+                and few
+                and stages >= 2
+                and split * depth <= k
+                and (split == 1 or not all_heights)
+            ):
+                yield replace(
+                    chosen, block_m=height, block_n=width, block_k=depth, num_stages=stages,
+                    split_k=split, num_warps=warps,
+                )  # fmt: skip
 
 
 def _recorded(world: Any, name: str, call: Callable[[], object]) -> Callable[[], None]:
-    if name != "torch.mm":
+    if name != "torch":
         return recorded(world, call, _CALLS)
     import torch
 

@@ -253,3 +253,17 @@ def warnings_are_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
+
+
+@isolated
+@worlds(2, 4)
+@pytest.mark.gpu
+def case_reserving_commits_nothing(comm, backend):
+    from cuda.bindings import driver as cu
+
+    with tdx.init(comm, backend=backend, heap_bytes=64 << 20) as world:
+        free, total = cu.cuMemGetInfo()[1:]
+        # contexts and the runtime's own memory, far below the reserved addresses
+        assert total - free < (4 << 30)
+        assert world.window.stride * world.size > 4 * total
+        world.barrier()
