@@ -12,11 +12,11 @@ from tdx.runtime.errors import InvalidArgument, Unsupported
 
 __all__ = [
     "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "PIECE_BYTES",
-    "STAGING_BYTES", "Constants", "Cost", "Movement", "block_bytes", "block_elements",
-    "broadcast_round_bytes", "cheapest", "check_low_latency", "constants", "engines_us",
-    "follows", "gather_algorithm", "gather_chunks", "low_latency_elements", "low_latency_words",
-    "movement_algorithm", "power_of_two", "push_block", "push_tile", "row_block", "shard_block",
-    "shared_bytes", "takes_low_latency",
+    "STAGING_BYTES", "Movement", "block_bytes", "block_elements", "broadcast_round_bytes",
+    "cheapest", "check_low_latency", "constants", "engines_us", "follows", "gather_algorithm",
+    "gather_chunks", "low_latency_elements", "low_latency_words", "movement_algorithm",
+    "power_of_two", "push_block", "push_tile", "row_block", "shard_block", "shared_bytes",
+    "takes_low_latency",
 ]  # fmt: skip
 
 # what words of data and flag are for; of all ranks' blocks slots take 4 * W times the bytes
