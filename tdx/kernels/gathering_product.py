@@ -36,8 +36,8 @@ from tdx.runtime.world import World
 
 __all__ = ["GatheringProduct", "one_kernel", "senders_of"]
 
-# Fewest rows of a rank: fewer take as long as it takes to read b, which is read for each rank's
-# rows. Most of all ranks, of two and of more: the tiles lack the blocks that push.
+# Fewest rows of a rank: b is read for each rank's rows, which fewer do not make up for. Most of
+# all ranks, of two and of more: the tiles lack the blocks that push.
 _FEWEST, _MOST, _MOST_OF_MANY = 512, 4096, 2048
 # Columns of b with which all blocks take as long for a row as one takes to push it to a peer: on an
 # H200 23 GB/s, 640 TFLOP/s.

@@ -378,16 +378,15 @@ def gather_chunks(backend: str, nbytes: int, depth_bytes: int, peers: int) -> in
 
 def engines_us(backend: str, nbytes: int) -> float:
     """Microseconds until copy engines have sent `nbytes` to peers."""
-    limits = constants(backend)
-    return limits.engine_us + nbytes / limits.link_bytes_per_us
+    return constants(backend).engine_us + nbytes / constants(backend).link_bytes_per_us
 
 
 def broadcast_round_bytes(backend: str, nbytes: int, ranks: int) -> int:
     """Bytes of a round of a pipelined broadcast, a power of two.
 
-    One peer passes nothing on: as few rounds as can be. Several:
-    Rounds of c bytes take (nbytes / c + 1) * (c / bandwidth + signal) altogether, if nothing hides
-    the signals, which is least at c = sqrt(nbytes * signal * bandwidth).
+    One peer passes nothing on: as few rounds as can be. Several: rounds of c bytes take
+    (nbytes / c + 1) * (c / bandwidth + signal) altogether, if nothing hides the signals, which is
+    least at c = sqrt(nbytes * signal * bandwidth).
     """
     fewest, most = MOVEMENT[backend].broadcast_rounds
     if ranks == 2:

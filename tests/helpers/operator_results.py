@@ -46,7 +46,8 @@ def _name(kind: Any) -> str:
 
 def operands() -> Iterator[tuple[Any, Any]]:
     kinds = [getattr(tl, name) for name in _ARRAYS]
-    pointers = [tl.pointer_type(tl.float32), tl.pointer_type(tl.int1), tl.pointer_type(tl.int64)]
+    pointers = [tl.pointer_type(kind) for kind in (tl.float32, tl.int1, tl.int64)]
+    pointers.append(tl.pointer_type(pointers[0]))
     for left in kinds + pointers:
         for right in kinds + pointers[:1]:
             yield tensor(left, (4,), 1), tensor(right, (4,), 2)

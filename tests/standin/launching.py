@@ -129,6 +129,24 @@ def launches_of_two_threads(rank: Rank) -> None:
         world.close()
 
 
+@scenario(1)
+def kernel_that_cannot_be_laid_out(rank: Rank) -> None:
+    """The driver is asked for a kernel's parameters, and to finish loading it."""
+    import tdx
+
+    world = rank.init()
+    rank.fake.more_parameters = 1
+    with pytest.raises(tdx.errors.DriverError, match=r"has (\d+) parameters where \d+ were laid"):
+        tdx.Barrier(world)
+    rank.fake.more_parameters = 0
+    rank.fake.fail("cuFuncLoad")
+    with pytest.raises(tdx.errors.DriverError, match="loading a kernel"):
+        tdx.AllReduce(world, (64,), np.float32)
+    rank.fake.heal()
+    tdx.AllReduce(world, (64,), np.float32)(world.array(np.ones(64, np.float32)))
+    world.close()
+
+
 @scenario(2)
 def launches_on_another_gpu(rank: Rank) -> None:
     """A later world may have another GPU: kernels are loaded into that as well."""

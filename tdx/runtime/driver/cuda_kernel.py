@@ -6,10 +6,10 @@ takes for the launch itself. Calls are those of launch.c.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class BoundKernel(_launch.Launcher):  # type: ignore[name-defined]
         self._driver = driver
         self._make = (kernel, grid, pointers, args, named)
         self._layouts: dict[int, _Layout] = {}  # by which operands are not aligned
+        self._making = threading.Lock()
         self.mark = driver.mark
         self._layout(0)
 
@@ -87,16 +88,20 @@ class BoundKernel(_launch.Launcher):  # type: ignore[name-defined]
         """Made at first use."""
         layout = self._layouts.get(odd)
         if layout is None:
-            kernel, grid, pointers, args, named = self._make
-            # any addresses do that are aligned like the real ones
-            places = [odd >> i & 1 for i in range(len(pointers))]
-            leading = [
-                kind.at(at) if isinstance(kind, Described) else Pointer(at, kind)
-                for at, kind in zip(places, pointers, strict=True)
-            ]
-            layout = _Layout(kernel, grid, pointers, [*leading, *args], named, odd)
-            self._layouts[odd] = layout
+            with self._making:
+                layout = self._layouts.get(odd) or self._make_layout(odd)
+                self._layouts[odd] = layout
         return layout
+
+    def _make_layout(self, odd: int) -> _Layout:
+        kernel, grid, pointers, args, named = self._make
+        # any addresses do that are aligned like the real ones
+        places = [odd >> i & 1 for i in range(len(pointers))]
+        leading = [
+            kind.at(at) if isinstance(kind, Described) else Pointer(at, kind)
+            for at, kind in zip(places, pointers, strict=True)
+        ]
+        return _Layout(kernel, grid, pointers, [*leading, *args], named, odd)
 
 
 class _Layout:
@@ -145,15 +150,19 @@ class _Layout:
     def _check(self, name: str) -> None:
         """The driver knows how many parameters the code has, and finishes loading it."""
         function, found, count = cu.CUfunction(self.function), 0, len(self._parameters)
-        with contextlib.suppress(RuntimeError):  # a driver before 12.4 cannot be asked
-            while not int(cu.cuFuncGetParamInfo(function, found)[0]):
+        try:
+            while not int(code := cu.cuFuncGetParamInfo(function, found)[0]):
                 found += 1
-            if found != count:
-                raise DriverError(
-                    f"kernel {name} has {found} parameters where {count} were laid out: this "
-                    "version of Triton passes arguments in another way"
-                )
-            call("loading a kernel", cu.cuFuncLoad, function)
+        except RuntimeError:  # a driver before 12.4 cannot be asked
+            return
+        if code != cu.CUresult.CUDA_ERROR_INVALID_VALUE:  # there is no such parameter
+            call("asking for a kernel's parameters", lambda: (code,))
+        if found != count:
+            raise DriverError(
+                f"kernel {name} has {found} parameters where {count} were laid out: this "
+                "version of Triton passes arguments in another way"
+            )
+        call("loading a kernel", cu.cuFuncLoad, function)
 
 
 class _Maps(dict[int, bytes]):
@@ -167,8 +176,8 @@ class _Maps(dict[int, bytes]):
         descriptor = kind.at(address) if isinstance(kind, Described) else kind
         encoded = tensor_map(descriptor, self._expected)
         if len(self) >= _KEPT_MAPS:
-            with contextlib.suppress(KeyError):  # another thread does so
-                del self[next(iter(self))]
+            for old in list(self)[: len(self) + 1 - _KEPT_MAPS]:  # made before others change it
+                self.pop(old, None)
         self[address] = encoded
         return encoded
 

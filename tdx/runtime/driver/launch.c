@@ -253,6 +253,7 @@ static int launcher_init(PyObject *object, PyObject *args, PyObject *named) {
 
 static int launcher_traverse(PyObject *object, visitproc visit, void *arg) {
     Py_VISIT(((Launcher *)object)->lasting);
+    Py_VISIT(((Launcher *)object)->laid);
     return 0;
 }
 

@@ -18,6 +18,7 @@ long fakecuda_memory = 8l << 30;  // bytes of device memory
 long fakecuda_launches = 0;       // kernels launched or recorded
 long fakecuda_first_argument = 0; // address in the first argument of the last launch,
 int fakecuda_described = 0;       // and whether that is a tensor map
+int fakecuda_more_parameters = 0; // than a kernel has, the driver says
 int fakecuda_device_used = -1;    // whose default stream was used last, or all of whose work was
                                   // waited for
 long fakecuda_calls_after_fork = 0;

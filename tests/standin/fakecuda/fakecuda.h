@@ -45,6 +45,7 @@ extern long fakecuda_launches;
 extern int fakecuda_device_used;
 extern long fakecuda_first_argument;
 extern int fakecuda_described;
+extern int fakecuda_more_parameters;
 
 // Counts the call; the error to return instead of doing it, or CUDA_SUCCESS.
 CUresult enter(const char *verb);

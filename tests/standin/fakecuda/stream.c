@@ -1,4 +1,5 @@
 // Streams, events, graphs and kernel launches.
+#include <elf.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -292,12 +293,30 @@ CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
 typedef struct {
     Object head;
     Context *context;
+    int parameters;  // of its kernel
 } Module;
+
+// How many parameters the kernel in a cubin has: each has an entry in one of its sections.
+static int parameters_in(const char *image) {
+    static const char entry[] = {4, 0x17, 12, 0};  // EIATTR_KPARAM_INFO of 12 bytes
+    const Elf64_Ehdr *file = (const Elf64_Ehdr *)image;
+    const Elf64_Shdr *sections = (const Elf64_Shdr *)(image + file->e_shoff);
+    const char *names = image + sections[file->e_shstrndx].sh_offset;
+    int found = 0;
+    for (int i = 0; i < file->e_shnum; i++) {
+        if (strncmp(names + sections[i].sh_name, ".nv.info.", 9)) continue;
+        const char *data = image + sections[i].sh_offset;
+        for (size_t at = 0; at + 4 <= sections[i].sh_size; at += 4)
+            found += !memcmp(data + at, entry, 4);
+    }
+    return found;
+}
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     ENTER_CONTEXT("cuModuleLoadData");
     *module = object_new(MODULE, sizeof(Module));
     current_context(&((Module *)*module)->context);
+    if (!memcmp(image, ELFMAG, SELFMAG)) ((Module *)*module)->parameters = parameters_in(image);
     DONE(CUDA_SUCCESS);
 }
 
@@ -323,6 +342,21 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
     ENTER_CONTEXT("cuFuncSetAttribute");
     DONE(CUDA_SUCCESS);
+}
+
+CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, size_t *size) {
+    ENTER_CONTEXT("cuFuncGetParamInfo");
+    Module *module = object_find(MODULE, function);
+    if (!module || (long)index >= module->parameters + fakecuda_more_parameters)
+        DONE(CUDA_ERROR_INVALID_VALUE);
+    *offset = 8 * index;
+    if (size) *size = 8;
+    DONE(CUDA_SUCCESS);
+}
+
+CUresult cuFuncLoad(CUfunction function) {
+    ENTER_CONTEXT("cuFuncLoad");
+    DONE(object_find(MODULE, function) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
 }
 
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) {

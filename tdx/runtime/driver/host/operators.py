@@ -67,7 +67,8 @@ def _replace(
     def run(self: Any, other: Any) -> Any:
         kind = self.dtype
         value = other.value if type(other) is tl.constexpr else other
-        if kind.name not in kinds:
+        left = self.handle.data
+        if kind.name not in kinds or type(left) is not np.ndarray:
             return stock(self, other)
         if type(value) is int:
             known = _INTEGERS.get(kind.name)
@@ -86,7 +87,7 @@ def _replace(
             return stock(self, other)
         if shape is None:
             return stock(self, other)
-        data = compute(self.handle.data, right)
+        data = compute(left, right)
         kind = tl.int1 if is_comparison else kind
         if type(data) is not np.ndarray or data.dtype != _ARRAYS[kind.name]:
             return stock(self, other)
@@ -100,7 +101,8 @@ def _pointer_add(general: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 
     def run(self: Any, other: Any) -> Any:
         kind = self.dtype
-        if not kind.is_ptr():
+        pointers = self.handle.data
+        if not kind.is_ptr() or kind.element_ty.is_ptr() or type(pointers) is not np.ndarray:
             return general(self, other)
         value = other.value if type(other) is tl.constexpr else other
         size = max(kind.element_ty.primitive_bitwidth // 8, 1)
@@ -110,7 +112,7 @@ def _pointer_add(general: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
             shape, offset = _shape(self, value), size * value.handle.data.astype(np.uint64)
         else:
             return general(self, other)
-        data = None if shape is None else self.handle.data + offset
+        data = None if shape is None else pointers + offset
         if type(data) is not np.ndarray or data.dtype != np.uint64:
             return general(self, other)
         return _made(shape, data, kind)
