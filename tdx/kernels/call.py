@@ -61,15 +61,20 @@ def remembered(world: World, group: Any, key: Any, make: Callable[[], T]) -> T:
     return made
 
 
-def check_key(operation: str, options: Mapping[str, Any]) -> None:
-    """Raise InvalidArgument for options that cannot be part of a key, such as a list."""
-    for name, value in options.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise InvalidArgument(
-                f"{operation}: {name}={value!r} is a {type(value).__name__}, which no option takes"
-            ) from None
+def check_key(operation: str, key: Any, options: Callable[[], Mapping[str, Any]]) -> None:
+    """Raise InvalidArgument if an option in `key` cannot be part of one, such as a list."""
+    try:
+        hash(key)
+    except TypeError:
+        for name, value in options().items():
+            try:
+                hash(value)
+            except TypeError:
+                raise InvalidArgument(
+                    f"{operation}: {name}={value!r} is a {type(value).__name__}, which no option "
+                    "takes"
+                ) from None
+        raise
 
 
 def check_recording(world: World, operation: str, stream: Any) -> None:
@@ -94,8 +99,12 @@ def cached(
     `stream`: where it will be called. None is made while another library records that.
     """
     key = (kind, *args, *options.values())
-    names = kind.__init__.__code__.co_varnames[2:]  # behind self and world
-    check_key(kind.operation, dict(zip(names, args, strict=False)) | options)
+
+    def named() -> dict[str, Any]:
+        names = kind.__init__.__code__.co_varnames[2:]  # behind self and world
+        return dict(zip(names, args, strict=False)) | options
+
+    check_key(kind.operation, key, named)
 
     def make() -> P:
         try:

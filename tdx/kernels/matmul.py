@@ -160,11 +160,12 @@ def matmul(
     }  # fmt: skip
     aligned = not (x.address | y.address) % 16
     layout = (x.dtype, x.shape, x.strides, y.dtype, y.shape, y.strides, aligned)
-    check_key("matmul", options)
+    key = (*layout, *options.values())
+    check_key("matmul", key, lambda: options)
     ready = remembered(
         world,
         "matmul",
-        (*layout, *options.values()),
+        key,
         lambda: _Prepared(world, x, y, *options.values(), aligned),
     )
     product, shape, n = ready.product, ready.shape, y.shape[1]

@@ -89,11 +89,13 @@ class Operand:
     writable : bool
     checked : tuple[int, Callable[[], Operand | None]]
         By which plan, as the result, and with which x; see Plan.again.
+    extent : tuple[int, int] or None
+        Where its memory begins and ends, once that was asked for; see overlap.
     """
 
     __slots__ = (
-        "__weakref__", "address", "block", "checked", "contiguous", "dtype", "home", "owner",
-        "shape", "strides", "writable",
+        "__weakref__", "address", "block", "checked", "contiguous", "dtype", "extent", "home",
+        "owner", "shape", "strides", "writable",
     )  # fmt: skip
 
     def __init__(
@@ -117,6 +119,7 @@ class Operand:
         self.home = home
         self.contiguous = _no_gaps(shape, strides)
         self.checked = _NOT_CHECKED
+        self.extent: tuple[int, int] | None = None
 
     def enter(self, stream: int) -> None:
         """Work on `stream` is about to use the memory."""
@@ -230,12 +233,9 @@ def check_output(world: World, out: Any, shape: tuple[int, ...], dtype: np.dtype
 
 def overlap(x: Operand, y: Operand) -> bool:
     """Whether the memory from the first to the last element of one touches that of the other."""
-    if 0 in x.shape or 0 in y.shape:
-        return False
-    (begin, end), (first, last) = (
-        _extent(op.shape, op.strides, op.dtype.itemsize) for op in (x, y)
-    )
-    return x.address + begin < y.address + last and y.address + first < x.address + end
+    begin, end = x.extent or _extent(x)
+    first, last = y.extent or _extent(y)
+    return begin < last and first < end
 
 
 def check_apart(operation: str, out: Operand, *read: Operand) -> None:
@@ -248,11 +248,16 @@ def check_apart(operation: str, out: Operand, *read: Operand) -> None:
             )
 
 
+def _extent(op: Operand) -> tuple[int, int]:
+    """Where its memory begins and ends; of no elements an end before everything."""
+    low, nbytes = _span(op.shape, op.strides, op.dtype.itemsize)
+    op.extent = (op.address + low, op.address + low + nbytes if nbytes else -1)
+    return op.extent
+
+
 @lru_cache(maxsize=1024)
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, int]:
-    """First byte, and the one behind the last, from the address of element 0 on."""
-    low, nbytes = span(shape, tuple(size * stride for stride in strides), size)
-    return low, low + nbytes
+def _span(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, int]:
+    return span(shape, tuple(size * stride for stride in strides), size)
 
 
 def enter(world: World, stream: int, *operands: Operand) -> None:
