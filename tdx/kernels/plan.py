@@ -275,8 +275,10 @@ class Plan:
         if handle != self._stream or driver.recorded_elsewhere(handle):
             return None
         here = [handle]
-        for each in (op, to, *self._shown):
-            if each.block.last != here:  # as that of freed memory never is
+        if op.block.last != here or to.block.last != here:  # as that of freed memory never is
+            return None
+        for each in self._shown:
+            if each.block.last != here:
                 return None
         self._note_caller(sys._getframe(2))
         self._usage.add()
