@@ -35,12 +35,14 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdx import abi
+from tdx.runtime.driver.host import logic
 from tdx.runtime.driver.host.addresses import HandleView
 from tdx.runtime.driver.host.bounds import address_of
 from tdx.runtime.driver.host.builder import HostBuilder, HostReduceOps, HostScanOps
 from tdx.runtime.driver.host.device import Device
 from tdx.runtime.driver.host.kernel import PreparedKernel
 from tdx.runtime.driver.host.operators import shorten
+from tdx.runtime.driver.host.rewriting import LOGIC, Transformer
 from tdx.runtime.errors import Closed, InvalidArgument, Unsupported
 
 __all__ = ["HostTritonDriver", "prepare", "set_launcher", "take_over"]
@@ -99,6 +101,7 @@ def _patch_language() -> None:
     for name, member in list(vars(tl.tensor).items()):
         if isinstance(member, (JITFunction, interpreter.InterpretedFunction)):
             setattr(tl.tensor, name, _method(member))
+    tl.tensor.__bool__ = logic.truth
     shorten()
 
 
@@ -106,26 +109,10 @@ def _method(function: Any) -> Callable[..., Any]:
     return lambda *args, **named: function(*args, **named)
 
 
-class _Transformer(interpreter.ASTTransformer):
-    """Makes `assert` `tl.device_assert`, as for a GPU: Python's takes every block for true."""
-
-    def visit_Assert(self, node: ast.Assert) -> Any:
-        self.generic_visit(node)
-        message = node.msg or ast.Constant("")
-        truth = _semantic_call("to_tensor", node.test)
-        check = _semantic_call("device_assert", truth, message, ast.Constant(None))
-        return ast.copy_location(ast.Expr(check), node)
-
-
-def _semantic_call(name: str, *args: ast.expr) -> ast.Call:
-    semantic = ast.Name("interpreter_semantic", ast.Load())
-    return ast.Call(ast.Attribute(semantic, name, ast.Load()), list(args), [])
-
-
 class _Rewriter(interpreter.FunctionRewriter):
     """Compiles the rewritten source against the kernel's own globals and closure."""
 
-    ast_transformer = _Transformer()
+    ast_transformer = Transformer()
 
     def _compile_and_exec(self, transformed_ast: Any) -> Any:
         raw = self.fn
@@ -144,6 +131,7 @@ class _Rewriter(interpreter.FunctionRewriter):
         cells = dict(zip(names, raw.__closure__ or (), strict=True))
         closure = tuple(cells[name] for name in code.co_freevars)
         scope = raw.__globals__
+        scope[LOGIC] = logic
         for name in ("interpreter_semantic", "_InterpreterComparison"):  # 3.6 has no second
             if hasattr(interpreter, name):
                 scope[name] = getattr(interpreter, name)

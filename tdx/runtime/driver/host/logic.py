@@ -1,0 +1,65 @@
+"""`and`, `or`, `not`, `max` and `min` in interpreted kernels, as compiled ones compute them.
+
+Python asks for the truth of an operand, which a block has not: compiled kernels take its elements.
+See rewriting.py, which puts calls of these in the place of the operators.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable
+from typing import Any
+
+import triton.language as tl
+
+__all__ = ["both", "called", "either", "negated", "truth"]
+
+_REDUCED = {builtins.max: "builtin_max", builtins.min: "builtin_min"}
+
+
+def truth(tensor: Any) -> bool:
+    """Whether a tensor of one element is true."""
+    data = tensor.handle.data
+    if data.size != 1:
+        raise TypeError(
+            f"a block of shape {[int(n) for n in tensor.shape]} has no truth value: `if` and "
+            "`while` take scalars; use tl.where, a mask, or tl.max over its elements"
+        )
+    return bool(data)
+
+
+def _is_block(x: Any) -> bool:
+    return isinstance(x, tl.tensor) and bool(x.shape)
+
+
+def both(left: Any, right: Callable[[], Any]) -> Any:
+    """left and right(), element by element where one is a block."""
+    if not _is_block(left):
+        if not left:
+            return left
+        value = right()
+        is_tensor = isinstance(left, tl.tensor) and _is_block(value)
+        return left.logical_and(value) if is_tensor else value
+    return left.logical_and(right())
+
+
+def either(left: Any, right: Callable[[], Any]) -> Any:
+    """left or right(), element by element where one is a block."""
+    if not _is_block(left):
+        if left:
+            return left
+        value = right()
+        is_tensor = isinstance(left, tl.tensor) and _is_block(value)
+        return left.logical_or(value) if is_tensor else value
+    return left.logical_or(right())
+
+
+def negated(x: Any) -> Any:
+    """not x, element by element of a block."""
+    return x.__not__() if _is_block(x) else not x
+
+
+def called(function: Any, *args: Any) -> Any:
+    """function(*args): Python's max and min of tensors are Triton's."""
+    name = _REDUCED.get(function) if any(isinstance(x, tl.tensor) for x in args) else None
+    return function(*args) if name is None else getattr(tl.core, name)(*args)

@@ -1,0 +1,88 @@
+"""`and`, `or`, `not`, `max`, `min` and the truth of blocks in kernels of the host tier."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+import tdx
+from tdx.runtime.errors import DriverError
+
+N = tl.constexpr(8)
+
+
+@pytest.fixture
+def world():
+    with tdx.init(backend="host", timeout_s=5) as world:
+        yield world
+
+
+@triton.jit
+def _masks(out, n, none, YES: tl.constexpr):
+    lanes = tl.arange(0, N)
+    some = n > 2
+    tl.store(out + lanes, 1, mask=(lanes < 3) and some)
+    tl.store(out + N + lanes, 1, mask=some and (lanes < 3) and (lanes > 0))
+    tl.store(out + 2 * N + lanes, 1, mask=(lanes < 2) or (lanes > 5))
+    tl.store(out + 3 * N + lanes, 1, mask=not (lanes < 3))
+    mask = YES and (lanes < 4)
+    tl.store(out + 4 * N + lanes, 1, mask=mask)
+    mask = (lanes < 3) if n > 100 or none else lanes < 5
+    tl.store(out + 5 * N + lanes, 1, mask=mask)
+    if YES and some and not none:
+        tl.store(out + 6 * N + lanes, 1)
+
+
+def test_masks_are_combined_element_by_element(world):
+    out = world.zeros((7, 8), "int32", symmetric=False)
+    _masks[(1,)](out, 5, False, True)
+    rows = ["11100000", "01100000", "11000011", "00011111", "11110000", "11111000", "11111111"]
+    assert out.numpy().tolist() == [[int(digit) for digit in row] for row in rows]
+
+
+@triton.jit
+def _ends(out, n):
+    lanes = tl.arange(0, N)
+    tl.store(out + lanes, max(lanes - 4, 0))
+    tl.store(out + N + lanes, min(lanes, 3))
+    tl.store(out + 2 * N + lanes, max(n, 7) + min(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:builtin m")  # Triton would have tl.maximum
+def test_the_larger_of_blocks_is_taken_element_by_element(world):
+    out = world.zeros((3, 8), "int32", symmetric=False)
+    _ends[(1,)](out, 5)
+    lanes = np.arange(8)
+    wanted = [np.maximum(lanes - 4, 0), np.minimum(lanes, 3), np.full(8, 9)]
+    assert (out.numpy() == wanted).all()
+
+
+@triton.jit
+def _lazy(out, pointers, n):
+    if n > 0 and tl.load(pointers + n) > 0:  # what must not be loaded for 0
+        tl.store(out, 1)
+
+
+def test_scalars_are_looked_at_in_order(world):
+    """The second one may be refused where the first one decides."""
+    out = world.zeros(1, "int32", symmetric=False)
+    pointers = world.zeros(1, "int32", symmetric=False)
+    _lazy[(1,)](out, pointers, 0)
+    assert out.numpy()[0] == 0
+    _lazy[(1,)](out, pointers, 1)
+    with pytest.raises(DriverError, match="load from element 1"):
+        world.synchronize()
+
+
+@triton.jit
+def _asks_a_block(out):
+    if tl.arange(0, N) < 3:  # the wrong line
+        tl.store(out, 1)
+
+
+def test_a_block_has_no_truth_value(world):
+    _asks_a_block[(1,)](world.zeros(1, "int32", symmetric=False))
+    with pytest.raises(DriverError, match=r"block of shape \[8\] has no truth.*the wrong line"):
+        world.synchronize()
