@@ -28,7 +28,8 @@ def _masks(out, n, none, YES: tl.constexpr):
     tl.store(out + 2 * N + lanes, 1, mask=(lanes < 2) or (lanes > 5))
     tl.store(out + 3 * N + lanes, 1, mask=not (lanes < 3))
     mask = YES and (lanes < 4)
-    tl.store(out + 4 * N + lanes, 1, mask=mask)
+    ones = tl.load(out + lanes, mask=lanes < 0, other=tl.full((N,), 1, tl.int32))
+    tl.store(out + 4 * N + lanes, ones, mask=mask)
     mask = (lanes < 3) if n > 100 or none else lanes < 5
     tl.store(out + 5 * N + lanes, 1, mask=mask)
     if YES and some and not none:

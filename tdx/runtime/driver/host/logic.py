@@ -7,6 +7,7 @@ See rewriting.py, which puts calls of these in the place of the operators.
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ _REDUCED = {builtins.max: "builtin_max", builtins.min: "builtin_min"}
 
 
 def truth(tensor: Any) -> bool:
-    """Whether a tensor of one element is true."""
+    """Whether a tensor of one element is true; Triton itself asks whether there is one at all."""
     data = tensor.handle.data
     if data.size != 1:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("triton."):
+            return True
         raise TypeError(
             f"a block of shape {[int(n) for n in tensor.shape]} has no truth value: `if` and "
             "`while` take scalars; use tl.where, a mask, or tl.max over its elements"
