@@ -85,9 +85,12 @@ def test_launches_are_asynchronous(world, settings):
 
 
 def test_an_error_names_the_line_and_the_device_goes_on(world):
-    x = world.array(np.zeros(8, np.float32))
+    x, gate = world.array(np.zeros(8, np.float32)), world.zeros(1, "int32")
+    spin[(1,)](gate, 1)  # until all are queued
     _wrong_shapes[(2,)](x)
     add[(1,)](x, 8, 1.0, BLOCK=8)  # dropped with the rest of the queue
+    with world.on(world.new_stream()):
+        count[(1,)](gate)
     place = (
         r"kernel _wrong_shapes, program \(0, 0, 0\).*test_host_launches.py:\d+: .*the wrong line"
     )
