@@ -36,6 +36,7 @@ def _masks(out, n, none, YES: tl.constexpr):
         tl.store(out + 6 * N + lanes, 1)
 
 
+@pytest.mark.smoke
 def test_masks_are_combined_element_by_element(world):
     out = world.zeros((7, 8), "int32", symmetric=False)
     _masks[(1,)](out, 5, False, True)
@@ -51,6 +52,7 @@ def _ends(out, n):
     tl.store(out + 2 * N + lanes, max(n, 7) + min(2, 3))
 
 
+@pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore:builtin m")  # Triton would have tl.maximum
 def test_the_larger_of_blocks_is_taken_element_by_element(world):
     out = world.zeros((3, 8), "int32", symmetric=False)
@@ -83,6 +85,7 @@ def _asks_a_block(out):
         tl.store(out, 1)
 
 
+@pytest.mark.smoke
 def test_a_block_has_no_truth_value(world):
     _asks_a_block[(1,)](world.zeros(1, "int32", symmetric=False))
     with pytest.raises(DriverError, match=r"block of shape \[8\] has no truth.*the wrong line"):

@@ -1,4 +1,4 @@
-"""docs/migration.md names only what is there."""
+"""docs/migration.md, and the tutorial's table of device functions, name only what is there."""
 
 from __future__ import annotations
 
@@ -72,3 +72,14 @@ def test_arguments_of_a_device_function(name, given):
     parameters = inspect.signature(getattr(tdl, name).fn).parameters
     for word, parameter in zip(given.split(", "), parameters, strict=False):
         assert word == parameter or (word, parameter) in {("ok", "token"), ("pe", "peer")}
+
+
+def test_table_of_device_functions():
+    """That of the tutorial has all of them, with their parameters in order."""
+    text = (ROOT / "docs" / "tutorials" / "own_kernel.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)\((.*?)\)` \|", text, re.MULTILINE))
+    assert set(rows) == {name for name in tdl.__all__ if callable(getattr(tdl, name))}
+    for name, parameters in rows.items():
+        written = [each.split("=")[0] for each in parameters.split(", ") if each]
+        function = getattr(tdl, name)
+        assert written == list(inspect.signature(getattr(function, "fn", function)).parameters)
