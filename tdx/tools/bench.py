@@ -274,7 +274,7 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
         columns, setting = _columns(module, args.all_algorithms), _setting(world, bench)
         document = {"setting": setting, "rows": rows, "notes": []}
         if world.rank == 0:
-            print(setting, flush=True)
+            print(f"{setting}; times in microseconds", flush=True)
             print(_heading(columns, args.markdown), flush=True)
         for row in module.rows(bench):
             rows.append(row)
