@@ -69,7 +69,7 @@ def _lazy(out, pointers, n):
 
 
 def test_scalars_are_looked_at_in_order(world):
-    """The second one may be refused where the first one decides."""
+    """As in Python, not as compiled: the second one only if the first does not decide."""
     out = world.zeros(1, "int32", symmetric=False)
     pointers = world.zeros(1, "int32", symmetric=False)
     _lazy[(1,)](out, pointers, 0)

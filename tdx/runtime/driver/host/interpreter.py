@@ -5,7 +5,8 @@ the kernel on the device's current stream, `JITFunction.__call__` (a device func
 function rewritten for the interpreter, and `triton.language` computes with NumPy. Compiling
 for a GPU no longer works in such a process: one family of backends per process.
 
-The interpreter's internals are used here and in builder.py, its memory operations in executor.py.
+The interpreter's internals are used here, in builder.py, operators.py and rewriting.py, its memory
+operations in executor.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`and`, `or`, `not`, `max` and `min` in interpreted kernels, as compiled ones compute them.
 
 Python asks for the truth of an operand, which a block has not: compiled kernels take its elements.
-See rewriting.py, which puts calls of these in the place of the operators.
+Of scalars the second one is evaluated only if the first does not decide, as in Python; a compiled
+kernel evaluates both. See rewriting.py, which puts calls of these in the place of the operators.
 """
 
 from __future__ import annotations
@@ -37,24 +38,22 @@ def _is_block(x: Any) -> bool:
 
 def both(left: Any, right: Callable[[], Any]) -> Any:
     """left and right(), element by element where one is a block."""
-    if not _is_block(left):
-        if not left:
-            return left
-        value = right()
-        is_tensor = isinstance(left, tl.tensor) and _is_block(value)
-        return left.logical_and(value) if is_tensor else value
-    return left.logical_and(right())
+    if not _is_block(left) and not left:
+        return left
+    return _joined("logical_and", left, right())
 
 
 def either(left: Any, right: Callable[[], Any]) -> Any:
     """left or right(), element by element where one is a block."""
-    if not _is_block(left):
-        if left:
-            return left
-        value = right()
-        is_tensor = isinstance(left, tl.tensor) and _is_block(value)
-        return left.logical_or(value) if is_tensor else value
-    return left.logical_or(right())
+    if not _is_block(left) and left:
+        return left
+    return _joined("logical_or", left, right())
+
+
+def _joined(how: str, left: Any, right: Any) -> Any:
+    """Of tensors, one of them a block, what the method gives; else the second decides."""
+    joins = _is_block(left) or (isinstance(left, tl.tensor) and _is_block(right))
+    return getattr(left, how)(right) if joins else right
 
 
 def negated(x: Any) -> Any:
