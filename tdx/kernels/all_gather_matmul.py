@@ -81,7 +81,7 @@ class AllGatherMatmul(Plan):
         Record how much had arrived when each tile was computed; see `overlap`. For "fused".
     bias : bool
         Whether calls pass a vector of N elements (one for each b).
-    config, team, buffer, activation, out_dtype, allow_tf32
+    config, team, buffer, activation, out_dtype, allow_tf32, fast_accum
         See ReducedProduct.
 
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
@@ -351,7 +351,7 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
         As matmul has them; with several b sequences, one for each.
     scale_a : optional
         As matmul has it, of this rank's a.
-    activation, out_dtype, allow_tf32, config, team, stream
+    activation, out_dtype, allow_tf32, fast_accum, config, team, stream
         See matmul.
 
     Returns (size * m, ..., N), or a tuple for several b, in the framework of `a`; with

@@ -110,6 +110,7 @@ def matmul(
     out_dtype: Any = None,
     out: Any = None,
     allow_tf32: bool = False,
+    fast_accum: bool = False,
     config: Config | None = None,
     algorithm: str | None = None,
     team: Group | None = None,
@@ -133,6 +134,8 @@ def matmul(
         the array it goes to.
     allow_tf32 : bool
         Round float32 inputs to tf32.
+    fast_accum : bool
+        Sum float8 products as precisely as tensor cores do, see below.
     config : Config, optional
         Pins the tile, and with it the bits of the result.
     algorithm, team : None
@@ -140,8 +143,10 @@ def matmul(
     stream : optional
         None: the world's current stream for tdx arrays, else the caller's.
 
-    float8 needs sm_89 or later on NVIDIA GPUs, and is fastest with a transposed view as b. sm_90
-    sums up to 128 products at a time in its own precision, and those sums in float32.
+    float8 needs sm_89 or later on NVIDIA GPUs, and is fastest with a transposed view as b. Tensor
+    cores of sm_89 and sm_90 keep about 14 bits of a sum: by default the sums of 512 products (of
+    block_k, if that is more) go on in float32; with fast_accum=True, as with PyTorch's
+    use_fast_accum, they sum all.
 
     Returns (..., N) in the framework of `a`. Raises InvalidArgument, DtypeError, Unsupported.
     """
@@ -156,7 +161,7 @@ def matmul(
         raise InvalidArgument(f"b must have 2 axes (K, N), got shape {y.shape}")
     options = {
         "bias": bias is not None, "activation": activation, "out_dtype": out_dtype,
-        "allow_tf32": allow_tf32, "config": config,
+        "allow_tf32": allow_tf32, "fast_accum": fast_accum, "config": config,
     }  # fmt: skip
     aligned = not (x.address | y.address) % 16
     layout = (x.dtype, x.shape, x.strides, y.dtype, y.shape, y.strides, aligned)
@@ -190,13 +195,13 @@ class _Prepared:
 
     def __init__(
         self, world: World, x: Operand, y: Operand, bias: bool, activation: str | None,
-        out_dtype: Any, allow_tf32: bool, config: Config | None, aligned: bool,
+        out_dtype: Any, allow_tf32: bool, fast_accum: bool, config: Config | None, aligned: bool,
     ):  # fmt: skip
         check_config(config)
         k, n = y.shape
         self.product = Product.make(
             world, x.dtype, bias=bias, activation=activation, out_dtype=out_dtype,
-            allow_tf32=allow_tf32,
+            allow_tf32=allow_tf32, fast_accum=fast_accum,
         )  # fmt: skip
         self.product.check(x, y, k, n)
         self.shape = (*x.shape[:-1], n)

@@ -191,7 +191,7 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
         (N,), added once, after the reduction, then the activation; the same on every rank.
     scale_a, scale_b : optional
         Of this rank's a and b.
-    activation, out_dtype, out, allow_tf32, config, team, stream
+    activation, out_dtype, out, allow_tf32, fast_accum, config, team, stream
         See matmul. `out` must not overlap a or b.
 
     Returns (..., N) in the framework of `a`, the same bits on every rank.

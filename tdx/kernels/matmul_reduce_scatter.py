@@ -379,7 +379,7 @@ def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **option
         (N,), added once, after the reduction; then the activation.
     scale_a, scale_b : optional
         Of this rank's a and b.
-    activation, out_dtype, out, allow_tf32, config, team, stream
+    activation, out_dtype, out, allow_tf32, fast_accum, config, team, stream
         See matmul. `out` must not overlap a or b.
 
     Returns (d0 / size, ..., N) in the framework of `a`.

@@ -40,6 +40,7 @@ _FLOAT8 = "float8_e4m3fn"
 _OUTPUTS = ("float16", "bfloat16", "float32")
 _INPUTS = (*_OUTPUTS, _FLOAT8)
 _FLOAT32 = dtypes.resolve("float32")
+_IMPRECISE = ("sm_89", "sm_90")  # sum float8 in less than float32
 
 
 @dataclass(kw_only=True)
@@ -53,6 +54,7 @@ class ProductOptions:
     out_dtype: Any = None
     out: Any = None
     allow_tf32: bool = False
+    fast_accum: bool = False
     config: Config | None = None
     algorithm: str | None = None
     team: Group | None = None
@@ -66,6 +68,7 @@ class ProductOptions:
             "activation": self.activation,
             "out_dtype": self.out_dtype,
             "allow_tf32": self.allow_tf32,
+            "fast_accum": self.fast_accum,
             "config": self.config,
             "algorithm": self.algorithm,
         }
@@ -84,8 +87,8 @@ class Product:
         Whether calls pass a vector of N elements.
     activation : str or None
         One of ACTIVATIONS.
-    allow_tf32 : bool
-        Whether float32 inputs may be rounded to tf32.
+    precision : {"ieee", "tf32", "promoted"}
+        How sums over K are made: see tile_product.
     scaled : bool
         Whether inputs have scales: those of float8.
     """
@@ -94,13 +97,13 @@ class Product:
     out_dtype: np.dtype
     bias: bool
     activation: str | None
-    allow_tf32: bool
+    precision: str
     scaled: bool
 
     @classmethod
     def make(
         cls, world: World, dtype: Any, *, bias: bool = False, activation: str | None = None,
-        out_dtype: Any = None, allow_tf32: bool = False,
+        out_dtype: Any = None, allow_tf32: bool = False, fast_accum: bool = False,
     ) -> Product:  # fmt: skip
         """Check the options of a product of `dtype` inputs."""
         dtype, arch = dtypes.resolve(dtype), world.device.arch
@@ -118,7 +121,11 @@ class Product:
             raise InvalidArgument(f"activation={activation!r} is not one of {ACTIVATIONS}")
         if scaled and world.recording is None:
             _constant(world, 1.0, "scale")  # calls without scales, recorded ones too, find it there
-        return cls(dtype, out, bias, activation, allow_tf32, scaled)
+        if scaled and arch in _IMPRECISE and not fast_accum:
+            precision = "promoted"
+        else:
+            precision = "tf32" if allow_tf32 and dtype == _FLOAT32 else "ieee"
+        return cls(dtype, out, bias, activation, precision, scaled)
 
     @property
     def scale_dtype(self) -> np.dtype:
@@ -144,6 +151,7 @@ class Product:
             return choose_tile(
                 world.backend, world.device.arch, m, n, k, self.dtype.itemsize, described,
                 world.driver.resident_blocks() - beside, parts, split, sending_us,
+                self.precision == "promoted",
             )  # fmt: skip
         if self.scaled and config.block_k < FLOAT8_DEPTH:
             raise InvalidArgument(
@@ -243,7 +251,7 @@ class Product:
             "BN": config.block_n,
             "BK": config.block_k,
             "GROUP_M": config.group_m,
-            "PRECISION": "tf32" if self.allow_tf32 else "ieee",
+            "PRECISION": self.precision,
             "A_UNIT": units[0],
             "B_UNIT": units[1],
             "A_STEP": steps[0],

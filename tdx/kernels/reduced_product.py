@@ -53,7 +53,7 @@ class ReducedProduct(Plan):
         Whether the plan has a result buffer, for calls without `out`.
     bias : bool
         Whether calls pass a vector of N elements.
-    activation, out_dtype, allow_tf32
+    activation, out_dtype, allow_tf32, fast_accum
         See matmul. Bias and activation apply once, after the reduction.
 
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.

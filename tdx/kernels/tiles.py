@@ -16,6 +16,7 @@ FLOAT8_DEPTH = 32  # least depth of a tile of float8: what tensor cores take at 
 _FEWEST_SHARES, _MOST_SHARES, _SHARE_DEPTH = 3, 8, 512
 _LARGE_STAGES = 5  # of large tiles, which gain nothing by more and spill
 _STAGE_BYTES = 48 << 10  # of a and b together: less of it in flight does not fill the pipeline
+_PROMOTED_BYTES = 64 << 10  # of float8 sums that are promoted, between which the pipeline drains
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def check_config(config: object, fused: str = "") -> None:
 def choose_tile(
     backend: str, arch: str, m: int, n: int, k: int, itemsize: int, described: bool = False,
     blocks: int = 1, parts: int = 1, split: bool = False, sending_us: float = 0,
+    promoted: bool = False,
 ) -> Config:  # fmt: skip
     """The tile of `parts` products (m, k) . (k, n), no larger than they ask for.
 
@@ -103,11 +105,12 @@ def choose_tile(
     may share tiles. Of the widths that fit, the one for which `blocks` blocks take least time, tile
     after tile; where there are few tiles of the narrowest, they are shared. `sending_us`: how much
     later than one part the others can begin, because their rows are sent, or how much earlier they
-    have to end.
+    have to end. `promoted`: sums of float8 are, into as many registers again.
     """
     limits = constants(backend)
     rows, columns, depth_bytes = limits.tile
     ragged = bool(k % 16 or n % 16)
+    crowded = promoted and not described  # addresses and two sums share the registers
     if backend != "host":
         if itemsize == 4:  # IEEE float32 has no tensor cores: its operands need registers
             columns //= 2
@@ -115,8 +118,10 @@ def choose_tile(
             depth_bytes //= 2
         if itemsize < 4 and ragged:  # single elements are loaded, each with its own mask
             rows, columns, depth_bytes = rows // 2, columns // 2, depth_bytes // 2
-        elif described and itemsize == 2:  # the partial sums of float8 need more registers
+        elif described and (itemsize == 2 or (arch == "sm_90" and not promoted)):
             columns = limits.described_columns
+        elif crowded:
+            columns //= 2
     least = FLOAT8_DEPTH if itemsize == 1 else 16
     height = max(16, min(rows, power_of_two(m)))
     depth = max(least, min(depth_bytes // itemsize, power_of_two(k)))
@@ -135,11 +140,13 @@ def choose_tile(
     if itemsize == 4 or ragged:  # registers are what they lack
         return Config(height, width, depth, num_stages=min(3, limits.stages), split_k=shares)
     if backend == "cuda":  # few rows: as much on its way at a time as there is of large tiles
-        most = _STAGE_BYTES if described else _STAGE_BYTES // 2  # each address takes a register
+        most = _PROMOTED_BYTES if promoted else _STAGE_BYTES
+        most = most if described else most // 2  # each address takes a register
         while 2 * (height + width) * depth * itemsize <= most and depth < min(k, 256):
             depth *= 2
     fit = (shared_bytes(arch) - 2048) // ((height + width) * depth * itemsize)
-    warps, stages = (8, _LARGE_STAGES) if height * width > 128 * 64 else (4, limits.stages)
+    large = height * width * (2 if crowded else 1) > 128 * 64
+    warps, stages = (8, _LARGE_STAGES) if large else (4, limits.stages)
     return Config(
         height, width, depth, num_warps=warps, num_stages=max(2, min(limits.stages, stages, fit)),
         split_k=shares,

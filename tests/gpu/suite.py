@@ -45,7 +45,8 @@ PYTEST = [sys.executable, "-u", "-m", "pytest", "-p", "tests.gpu.suite", "--tdx-
 TARGETS = [
     "tests/ranks/cases", "tests/ranks/test_examples.py", "tests/ranks/test_demo.py", "tests/gpu",
 ]  # fmt: skip
-QUIET = "/leaks.py::"  # cases that measure what others on the machine would disturb
+# files whose cases others on the machine would disturb
+QUIET = re.compile(r"/(leaks|strangers)\.py::")
 END_LIMIT_S = 10.0  # between SIGTERM and SIGKILL for a stream
 OUTCOMES = ("passed", "skipped", "errors", "failed")  # of several of one case the last counts
 
@@ -98,8 +99,8 @@ def plan(
         elif size > gpus:
             too_large += run
         else:
-            quiet += [case for case in run if QUIET in case]
-            runs.setdefault(size, []).append([case for case in run if QUIET not in case])
+            quiet += [case for case in run if QUIET.search(case)]
+            runs.setdefault(size, []).append([case for case in run if not QUIET.search(case)])
     phases: list[list[Stream]] = []
     while runs:
         phase: list[Stream] = []

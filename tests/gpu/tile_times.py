@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 import tdx
+from tdx.kernels.product import Product
 from tdx.kernels.select import shared_bytes
-from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
+from tdx.kernels.tiles import FLOAT8_DEPTH, Config
 from tdx.runtime.dtypes import resolve
 from tdx.tools.reference import FLOAT8
 from tdx.tools.timing import recorded, times_in_turn
@@ -36,17 +37,18 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--best", type=int, default=8)
     parser.add_argument("--dtype", choices=("bfloat16", FLOAT8), default="bfloat16")
+    parser.add_argument("--fast-accum", action="store_true", help="of float8, PyTorch too")
     args = parser.parse_args()
     with tdx.init() as world:
         for shape in args.shapes:
-            taken = _times(world, args.dtype, *shape)
+            taken = _times(world, args.dtype, args.fast_accum, *shape)
             tiles = [name for name in taken if name.startswith("Config")]
             tiles.sort(key=taken.__getitem__)
             for name in [*(name for name in taken if name not in tiles), *tiles[: args.best]]:
                 sys.stdout.write(f"{shape} {taken[name]:8.2f} us  {name}\n")
 
 
-def _times(world: Any, dtype: str, m: int, n: int, k: int) -> dict[str, float]:
+def _times(world: Any, dtype: str, fast_accum: bool, m: int, n: int, k: int) -> dict[str, float]:
     generator = np.random.default_rng(0)
     a, b = (
         world.array(
@@ -58,16 +60,8 @@ def _times(world: Any, dtype: str, m: int, n: int, k: int) -> dict[str, float]:
     out = world.empty((m, n), "bfloat16", symmetric=False)
     wanted = tdx.matmul(a, b).numpy().astype(np.float32)
     bound = 0.02 * np.abs(wanted).max()
-    chosen = choose_tile(
-        world.backend,
-        world.device.arch,
-        m,
-        n,
-        k,
-        a.dtype.itemsize,
-        True,
-        world.driver.resident_blocks(),
-        split=True,
+    chosen = Product.make(world, dtype, fast_accum=fast_accum).tile(
+        None, world, m, n, k, split=True
     )
     calls: dict[str, Callable[[], object]] = {}
     with contextlib.suppress(ImportError):
@@ -77,14 +71,15 @@ def _times(world: Any, dtype: str, m: int, n: int, k: int) -> dict[str, float]:
             torch.cuda.set_stream(torch.cuda.ExternalStream(world.stream.own))
             left, right, to = (torch.from_dlpack(x) for x in (a, b, out))
             one = torch.ones((), device=left.device)
-            calls["torch"] = (
-                partial(torch._scaled_mm, left, right, one, one, out_dtype=to.dtype, out=to)
-                if dtype == FLOAT8
-                else partial(torch.mm, left, right, out=to)
-            )
-    calls[f"chosen {chosen}"] = partial(tdx.matmul, a, b, out=out, config=chosen)
+            if dtype == FLOAT8:
+                options = {"out_dtype": to.dtype, "out": to, "use_fast_accum": fast_accum}
+                calls["torch"] = partial(torch._scaled_mm, left, right, one, one, **options)
+            else:
+                calls["torch"] = partial(torch.mm, left, right, out=to)
+    ours = partial(tdx.matmul, a, b, out=out, fast_accum=fast_accum)
+    calls[f"chosen {chosen}"] = partial(ours, config=chosen)
     for config in _grid(world, chosen, dtype, n, k):
-        call = partial(tdx.matmul, a, b, out=out, config=config)
+        call = partial(ours, config=config)
         call()
         worst = np.abs(out.numpy().astype(np.float32) - wanted).max()
         if worst > bound:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -88,6 +90,34 @@ def case_scales_come_before_bias_and_activation(world, dtype):
         scale_b=right, out_dtype=dtype,
     )  # fmt: skip
     close(result, activated(exact(a, b, left, right) + bias, "gelu"), dtype)
+
+
+@worlds(1, 2)
+@pytest.mark.parametrize(
+    "operation", ["matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+@pytest.mark.parametrize("transposed", [True, False])
+def case_sums_go_on_in_float32(world, operation, transposed):
+    """Beside one large product, a Hopper tensor core loses all small ones of its own sum."""
+    depth = 2048
+    a, b = np.ones((16, depth)), np.ones((depth, 16))
+    a[:, 0] = b[0] = 256
+    x = world.array(a.astype(KIND), symmetric=False)
+    y = world.array((b.T if transposed else b).astype(KIND), symmetric=False)
+    call = partial(
+        getattr(tdx, operation), x, y.T if transposed else y, out_dtype="float32",
+        scale_a=1 / world.size if "reduce" in operation else None,
+    )  # fmt: skip
+    usual, fast = (call(fast_accum=each).numpy() for each in (False, True))
+    wanted = 256 * 256 + depth - 1
+    lost, lost_fast = wanted - usual, wanted - fast
+    assert (lost >= 0).all()
+    assert (lost < 512).all()
+    if world.backend == "host":
+        assert_same_bits(usual, fast)
+        assert not lost.any()
+    elif world.device.arch == "sm_90":
+        assert (lost_fast >= 512).all()
 
 
 @worlds(1, 2, 3, 4)

@@ -267,3 +267,25 @@ def case_reserving_commits_nothing(comm, backend):
         assert total - free < (4 << 30)
         assert world.window.stride * world.size > 4 * total
         world.barrier()
+
+
+@isolated
+@worlds(2)
+@limit(280)
+@pytest.mark.gpu
+def case_a_thousand_worlds(comm, backend):
+    from cuda.bindings import driver as cu
+
+    seen = []
+    for i in range(1000):
+        with tdx.init(comm, backend=backend, heap_bytes=4 << 20) as world:
+            x = world.array(np.full(1000, world.rank + 1, np.float32))
+            if i % 100 == 0:
+                total = tdx.all_reduce(x).numpy()
+                assert (total == sum(range(1, world.size + 1))).all()
+            world.barrier()
+            if i in (10, 999):
+                gc.collect()
+                seen.append((len(os.listdir("/proc/self/fd")), cu.cuMemGetInfo()[1]))
+    assert seen[1][0] <= seen[0][0]
+    assert seen[0][1] - seen[1][1] <= 64 << 20
