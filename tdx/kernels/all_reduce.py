@@ -387,8 +387,7 @@ def all_reduce(
         None: the world's current stream for a tdx array, else the caller's.
 
     Returns the result in the caller's own framework, fresh unless `out` is given; a tdx array
-    for a tdx array. Every rank gets the same bits, but for bias and residual: each rank adds its
-    own.
+    for a tdx array. Every rank gets the same bits, but that each adds its own bias and residual.
 
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
@@ -397,4 +396,5 @@ def all_reduce(
         "op": op, "out_dtype": out_dtype, "bias": bias is not None,
         "residual": residual is not None, "algorithm": algorithm,
     }  # fmt: skip
-    return one_line(AllReduce, x, out, team, stream, options, bias=bias, residual=residual)
+    others = {} if bias is residual is None else {"bias": bias, "residual": residual}
+    return one_line(AllReduce, x, out, team, stream, options, others)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from tdx.runtime.world import World
 __all__ = ["Call", "cached", "check_key", "check_recording", "one_line", "remembered", "world_of"]
 
 _REMEMBERED = 64  # plans kept for each group of ranks
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _HOST_MEMORY = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST)
 
 P = TypeVar("P", bound=Plan)
@@ -119,7 +121,7 @@ def cached(
 
 def one_line(
     kind: type[P], x: Any, out: Any, team: Group | None, stream: Any, options: dict[str, Any],
-    **operands: Any,
+    operands: Mapping[str, Any] = _NONE,
 ) -> Any:  # fmt: skip
     """A one-line function whose plan is `kind(world, shape, dtype, **options)`, called with `x`.
 
@@ -138,7 +140,7 @@ def one_line(
                     except Exception as error:
                         plan.refuse(error)
                         raise
-                return plan(x, out, stream, **operands)
+                return plan(x, out, stream, **operands) if operands else plan(x, out, stream)
     else:
         result = _straight(kind, x, out, team, stream, options, operands)
         if result is not None:
@@ -155,7 +157,7 @@ def one_line(
 
 def _straight(
     kind: type[P], x: Any, out: Any, team: Group | None, stream: Any, options: dict[str, Any],
-    operands: dict[str, Any],
+    operands: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """The result of the plan for memory like that of `x`; None if anything is unlike earlier calls.
 
@@ -191,12 +193,13 @@ def _straight(
 
 def _plan_for(
     world: World, kind: type[P], x: Array | Operand, team: Group | None, options: dict[str, Any],
-    operands: dict[str, Any],
+    operands: Mapping[str, Any],
 ) -> P | None:  # fmt: skip
     """The plan that there is for an `x` like this, if the further operands are tdx arrays."""
-    for y in operands.values():
-        if y is not None and type(y) is not Array:
-            return None
+    if operands:
+        for y in operands.values():
+            if y is not None and type(y) is not Array:
+                return None
     plans = world.plans.get(0 if team is None else world.group(team).index)
     key = (kind, x.shape, x.dtype, *options.values(), False)
     try:

@@ -22,19 +22,12 @@ import operator
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tdx.kernels.operand import (
-    Operand,
-    check_operand,
-    check_output,
-    hold_producers,
-    operand,
-)
+from tdx.kernels.operand import Operand, check_operand, check_output, hold_producers, operand
 from tdx.kernels.results import Results
 from tdx.runtime import dtypes
 from tdx.runtime.agreement import agree
@@ -161,9 +154,7 @@ class Plan:
         run-time ones. It is called with a stream and an operand for each leading parameter.
         """
         self._memory.extend(block for block in _blocks_of(args) if block not in self._memory)
-        kinds = tuple(
-            kind if isinstance(kind, Described) else dtypes.resolve(kind) for kind in pointers
-        )
+        kinds = tuple(k if isinstance(k, Described) else dtypes.resolve(k) for k in pointers)
         return self.world.driver.bind(kernel, grid, kinds, args, constants)
 
     def result_buffer(self, shape: Sequence[int], dtype: Any, wanted: bool) -> Array | None:
@@ -214,8 +205,7 @@ class Plan:
                     stream = home
                 elif home is not None and home != stream:  # what its framework made comes before
                     after(world.driver, home or DEFAULT_STREAM, stream or DEFAULT_STREAM)
-        if self._shown:
-            operands = (*operands, *self._shown)
+        operands = (*operands, *self._shown)
         handle = world.driver.current_stream() if stream is None else stream_handle(stream)
         if handle != self._stream:
             self.begin_stream(handle)
@@ -226,7 +216,7 @@ class Plan:
                 if block.last != here:
                     block.enter(handle)
                 unseen |= not block.shows_stream
-        self._note_caller(sys._getframe(2))
+        self._note_caller(3)
         if world.recording is not None:
             self._record(world.recording, operands)
             self.follow_recorded(handle, *operands)
@@ -241,13 +231,21 @@ class Plan:
             agree(self.group, self.call)
         return handle
 
-    def _note_caller(self, frame: FrameType) -> None:
-        """The first frame outside of tdx is where messages say that the call was made."""
-        usage = self._usage
-        if frame.f_code is not usage.code:
+    def _note_caller(self, above: int) -> None:
+        """From the frame so far up: the first outside of tdx is where messages say it was made."""
+        usage, depth = self._usage, self._usage.depth
+        try:
+            frame = sys._getframe(above + depth)
+            found = frame.f_code is usage.code and (
+                not depth or sys._getframe(above + depth - 1).f_code is usage.entry
+            )
+        except ValueError:  # the stack is not that deep
+            found = False
+        if not found:
+            frame, depth = sys._getframe(above), 0
             while frame.f_globals["__name__"][:4] == "tdx." and frame.f_back is not None:
-                frame = frame.f_back
-            usage.code = frame.f_code
+                usage.entry, frame, depth = frame.f_code, frame.f_back, depth + 1
+            usage.code, usage.depth = frame.f_code, depth
         usage.instruction = frame.f_lasti
 
     def again(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand] | None:
@@ -280,8 +278,12 @@ class Plan:
         for each in self._shown:
             if each.block.last != here:
                 return None
-        self._note_caller(sys._getframe(2))
-        self._usage.add()
+        usage, frame = self._usage, sys._getframe(2)
+        if frame.f_code is usage.code:  # as _note_caller finds out
+            usage.instruction = frame.f_lasti
+        else:
+            self._note_caller(3)
+        usage.add()
         return handle, op, to
 
     def begin_checked(self, stream: Any, op: Operand, to: Operand) -> tuple[int, Operand, Operand]:
@@ -301,7 +303,7 @@ class Plan:
 
     def follow_recorded(self, stream: int, *operands: Operand) -> None:
         """In a recording: `stream` comes after what that does elsewhere with the same."""
-        blocks = [op.block for op in operands if op.block is not None]
+        blocks = (op.block for op in operands if op.block is not None)
         follow_recorded(self.world.driver, stream, (self, *blocks))
 
     def begin_stream(self, stream: Any) -> int:

@@ -13,7 +13,6 @@ from sys import getrefcount
 import numpy as np
 
 from tdx.runtime.array import Array
-from tdx.runtime.block import Block
 from tdx.runtime.world import World
 
 __all__ = ["Results"]
@@ -28,7 +27,7 @@ class Results:
 
     def __init__(self) -> None:
         self._kept: deque[Array] = deque()
-        self._alone = (0, 0)  # references to one that was just made
+        self._alone: tuple[int, int] | None = None  # references to one that was just made
 
     def take(self, world: World, shape: tuple[int, ...], dtype: np.dtype, name: str) -> Array:
         """One that nobody has."""
@@ -38,9 +37,10 @@ class Results:
                 cell = [kept.popleft()]  # no other thread gets it now
             except IndexError:
                 break
-            if _is_unseen(cell[0]._block):
+            found = _references(cell)
+            if found is None:
                 continue
-            if _references(cell) == self._alone:
+            if found == self._alone:
                 kept.append(cell[0])
                 return cell[0]
             if len(kept) < _KEPT - 1:
@@ -52,15 +52,14 @@ class Results:
         return cell[0]
 
 
-def _is_unseen(block: Block) -> bool:
-    """Whether the memory may be in use though nothing refers to it, or is gone."""
-    return bool(block.freed or block.scattered or block.recorded)
-
-
-def _references(cell: list[Array]) -> tuple[int, int]:
+def _references(cell: list[Array]) -> tuple[int, int] | None:
     """To the array in the list and to its memory, but for the two of the operand made of it.
 
     By the list, since interpreters differ in whether a variable counts, and always from here.
+    None: the memory may be in use though nothing refers to it, or is gone.
     """
+    block = cell[0]._block
+    if block.freed or block.scattered or block.recorded:
+        return None
     operands = (cell[0].operand is not None) * 2
-    return getrefcount(cell[0]), getrefcount(cell[0]._block) - operands
+    return getrefcount(cell[0]), getrefcount(block) - operands

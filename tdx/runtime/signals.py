@@ -52,12 +52,14 @@ class Channel(NamedTuple):
 class Usage(Entry):
     """How often an operation was called, replays of graphs included, and where the last time."""
 
-    __slots__ = ("code", "instruction")
+    __slots__ = ("code", "depth", "entry", "instruction")
 
     def __init__(self, board: CallBoard | None = None, key: int = 0, text: str = ""):
         super().__init__(board, key, text)
         self.code: CodeType | None = None
         self.instruction = 0  # where in the code, in bytes: cheaper to ask for than the line
+        self.depth = 0  # so many frames of tdx are below it, the first of them in `entry`
+        self.entry: CodeType | None = None
 
     @property
     def location(self) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -105,6 +107,39 @@ def case_a_repeated_call_is_told_by_its_line(world):
     first, second = (int(line.rsplit(":", 1)[1]) for line in lines)
     assert second == first + 3
     assert lines[0].startswith(__file__)
+
+
+@worlds(2)
+def case_a_call_is_told_by_the_first_line_outside_of_tdx(world):
+    """However deep that lies: of plans, of functions, and of functions that call functions."""
+    x, out = world.zeros(SHAPE, "float32"), world.zeros(SHAPE, "float32")
+    tdx.all_reduce(x, out=out)
+    (plan,) = (each for each in world.plans[0].values() if isinstance(each, tdx.AllReduce))
+    function = partial(tdx.all_reduce, x, out=out)
+
+    def called(call, *args):
+        """The line that the call is told by, and the one here."""
+        line = sys._getframe().f_lineno + 1
+        call(*args)
+        name, told = plan._usage.location.rsplit(":", 1)
+        assert name == __file__
+        return int(told) - line
+
+    def within(call):
+        call()
+
+    def deeper(call):
+        within(call)
+
+    first = within.__code__.co_firstlineno + 1
+    for call in (function, partial(plan, x, out), function, function, partial(plan, x, out)):
+        for _ in range(2):
+            assert called(call) == 0
+        for way in (within, within, deeper):
+            called(way, call)
+            assert plan._usage.location == f"{__file__}:{first}"
+            assert called(function) == 0
+        assert called(call) == 0
 
 
 @worlds(1, 2)
