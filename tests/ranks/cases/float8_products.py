@@ -19,6 +19,7 @@ from tests.helpers.reference import activated, assert_same_bits, poisoned, produ
 
 KIND = "float8_e4m3fn"
 SMALL = Config(32, 32, 32, num_warps=4)
+LARGE = Config(128, 128, 128)  # of fewer rows than 64 sums are made otherwise, and exact
 SHAPES = [(2, 16, 3), (7, 33, 20), (16, 16, 16), (40, 65, 50), (17, 8, 129)]
 # of a, of b
 SCALES = [("one", "one"), ("each", "each"), ("scalar", "one"), ("array", "each"), (None, "each")]
@@ -100,13 +101,13 @@ def case_scales_come_before_bias_and_activation(world, dtype):
 def case_sums_go_on_in_float32(world, operation, transposed):
     """Beside one large product, a Hopper tensor core loses all small ones of its own sum."""
     depth = 2048
-    a, b = np.ones((16, depth)), np.ones((depth, 16))
+    a, b = np.ones((256, depth)), np.ones((depth, 128))
     a[:, 0] = b[0] = 256
     x = world.array(a.astype(KIND), symmetric=False)
     y = world.array((b.T if transposed else b).astype(KIND), symmetric=False)
     call = partial(
         getattr(tdx, operation), x, y.T if transposed else y, out_dtype="float32",
-        scale_a=1 / world.size if "reduce" in operation else None,
+        scale_a=1 / world.size if "reduce" in operation else None, config=LARGE,
     )  # fmt: skip
     usual, fast = (call(fast_accum=each).numpy() for each in (False, True))
     wanted = 256 * 256 + depth - 1
