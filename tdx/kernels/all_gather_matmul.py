@@ -37,13 +37,7 @@ from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_
 from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import Operand, check_apart, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
-from tdx.kernels.product import (
-    Config,
-    Product,
-    ProductOptions,
-    given_operand,
-    takes_options,
-)
+from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
 from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
 from tdx.kernels.split_matmul import split_memory
 from tdx.kernels.tiles import check_config, splits
@@ -179,8 +173,9 @@ class AllGatherMatmul(Plan):
             multiple = self._multiple if chunks > 1 else 1  # no ragged tile at a chunk's end
             self._gathering = Gathering(self, shape, self.dtype, chunks, multiple, scaled, True)
         self._shown = [operand(world, self._gathering.buffer, "gathered")]
-        lead = (size * self.shape_a[0], *self.shape_a[1:-1])
-        self.out_shapes = [(*lead, n) for _, n in self.shapes_b]
+        self.out_shapes = [
+            (size * self.shape_a[0], *self.shape_a[1:-1], n) for _, n in self.shapes_b
+        ]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
         units = size * self._gathering.chunks if self._traced else 0
         self._tiles = partial(self.config.tiles, self._gathering.chunk_rows)  # of a chunk
@@ -204,6 +199,30 @@ class AllGatherMatmul(Plan):
         `a` is contiguous; b, out, bias, scale_b: single values or sequences as the plan was made.
         Scales: as matmul has them. Without `out`: the plan's own buffers, until its next call.
         """
+        result, given = self._outs[0] if out is None else out, (bias, scale_a, scale_b)
+        same = self.again_with(stream, b, a, result, *given) if self._single else None
+        if same is None:
+            handle, x, scales, step, first, products = self._begin(stream, a, b, out, *given)
+        else:
+            handle, (y, x, to, vector, scales, right), (key, step, first) = same
+            products = [(self._kernels.get(key), y, to, vector or x, right or x)]
+        self._called_on = handle
+        if self._rows:
+            own = self._gathering.start(self, x, handle, scales, step, first)
+            for run, *operands in products:
+                if run is not None:
+                    run(handle, own, *operands)
+            self._gathering.confirm(handle, any(p[0] for p in products))
+            self._gathering.join(handle)
+        if self._single:
+            return result
+        outs = for_each(out, len(self._outs), False, "out")
+        return tuple(mine if o is None else o for mine, o in zip(self._outs, outs, strict=True))
+
+    def _begin(
+        self, stream: Any, a: Any, b: Any, out: Any, bias: Any, scale_a: Any, scale_b: Any
+    ) -> tuple[int, Operand, Operand | None, int, bool, list[Any]]:
+        """Check a call and begin it: stream, a, scales and their step, copied first?, products."""
         try:
             world, product, count = self.world, self.product, len(self.shapes_b)
             x = self.input(a, self.shape_a, self.dtype, "a")
@@ -218,35 +237,26 @@ class AllGatherMatmul(Plan):
                 to = self.output(outs[i], self._outs[i], self.out_shapes[i], product.out_dtype)
                 vector = product.check_bias(world, biases[i], n, x)
                 right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
-                run = self._consumer(i, y.strides, step_b, vector.dtype, not y.address % 16)
-                products.append((run, y, to, vector, right))
+                key = (i, y.strides, step_b, vector.dtype, not y.address % 16)
+                products.append((self._consumer(*key), y, to, vector, right))
             self._check_apart(x, left, products)
             handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
-            self._called_on = handle
         except Exception as error:
             self.refuse(error)
             raise
-        if self._rows:
-            written = (*self._shown, *(p[2] for p in products))
-            first = bool(x.address % 16) or any(overlap(x, to) for to in written)
-            scales = left if product.scaled else None
-            own = self._gathering.start(self, x, handle, scales, step, first)
-            for run, *operands in products:
-                if run is not None:
-                    run(handle, own, *operands)
-            self._gathering.confirm(handle, any(p[0] for p in products))
-            self._gathering.join(handle)
-        results = [mine if o is None else o for mine, o in zip(self._outs, outs, strict=True)]
-        return results[0] if self._single else tuple(results)
+        written = (*self._shown, *(p[2] for p in products))
+        first = bool(x.address % 16) or any(overlap(x, to) for to in written)
+        each = (left, right) if product.scaled else (None, None)
+        if self._single and not (product.scaled and (scale_a is None or scale_b is None)):
+            self.note(y, (x, to, None if bias is None else vector, *each), (key, step, first))
+        return handle, x, each[0], step, first, products
 
     def _check_apart(self, x: Operand, left: Operand, products: list[Any]) -> None:
         """Refuse results over what a later product reads, and operands in the gathered rows."""
         outs = [to for _, _, to, _, _ in products]
         read = [y for _, y, _, _, _ in products]
         # x stands in for what there is not
-        read += [op for p in products for op in p[3:] if op is not x]
-        if left is not x:
-            read.append(left)
+        read += [op for p in products for op in (*p[3:], left) if op is not x]
         for i, to in enumerate(outs):
             check_apart(self.operation, to, *read, *outs[:i])
         (gathered,) = self._shown

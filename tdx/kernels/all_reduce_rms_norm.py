@@ -31,7 +31,7 @@ import numpy as np
 
 from tdx.kernels.call import Call
 from tdx.kernels.copying import VECTOR, padded
-from tdx.kernels.operand import check_apart, elements
+from tdx.kernels.operand import Operand, check_apart, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig
@@ -205,6 +205,24 @@ class AllReduceRmsNorm(Plan):
         The plan's own buffers, overwritten by its next call, stand in for what is None. Each result
         may be `x` or `residual`, but they must be two arrays.
         """
+        result = self._out if out is None else out
+        second = self._kept if residual_out is None else residual_out
+        same = self.again_with(stream, weight, x, result, second, bias, residual)
+        if same is None:
+            handle, ops = self._begin(stream, x, weight, out, residual_out, bias, residual)
+        else:
+            handle, (scale, op, to, kept, vector, whole), _ = same
+            kept = to if kept is None else kept
+            ops = (op, to, kept, scale, vector or op, whole or op)
+        if self._rows and self._columns:
+            self._run(handle, *ops)
+        return (result, second) if self._has_residual else result
+
+    def _begin(
+        self, stream: Any, x: Any, weight: Any, out: Any, residual_out: Any, bias: Any,
+        residual: Any,
+    ) -> tuple[int, tuple[Operand, ...]]:  # fmt: skip
+        """Check a call and begin it: the stream's handle, the operands of the kernel."""
         try:
             op = self.input(x, self.shape, self.dtype)
             scale = self.input(weight, (self._columns,), self.dtype, "weight")
@@ -235,12 +253,10 @@ class AllReduceRmsNorm(Plan):
         except Exception as error:
             self.refuse(error)
             raise
-        if self._rows and self._columns:
-            self._run(handle, op, to, kept, scale, vector, whole)
-        result = self._out if out is None else out
-        if not self._has_residual:
-            return result
-        return result, self._kept if residual_out is None else residual_out
+        added = None if bias is None else vector
+        second, rest = (None, None) if residual is None else (kept, whole)
+        self.note(scale, (op, to, second, added, rest))
+        return handle, (op, to, kept, scale, vector, whole)
 
 
 def _row_vectors(columns: int, dtype: np.dtype) -> int:

@@ -65,7 +65,7 @@ class Producer:
             self.last[0] = stream
 
 
-_NOT_CHECKED: tuple[int, Callable[[], Operand | None]] = (0, lambda: None)
+_NOT_CHECKED: tuple[int, tuple[Any, ...], Any] = (0, (), None)
 
 
 class Operand:
@@ -87,8 +87,8 @@ class Operand:
     home : int or None
         The current stream of the framework that it is from, where that shows one.
     writable : bool
-    checked : tuple[int, Callable[[], Operand | None]]
-        By which plan, as the result, and with which x; see Plan.again.
+    checked : tuple[int, tuple, Any]
+        By which plan it was last, with references to which others, and what else; see Repeating.
     extent : tuple[int, int] or None
         Where its memory begins and ends, once that was asked for; see overlap.
     """

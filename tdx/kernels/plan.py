@@ -19,8 +19,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import sys
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +26,7 @@ import numpy as np
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdx.kernels.operand import Operand, check_operand, check_output, hold_producers, operand
+from tdx.kernels.repeating import Repeating
 from tdx.kernels.results import Results
 from tdx.runtime import dtypes
 from tdx.runtime.agreement import agree
@@ -67,7 +66,7 @@ _REFUSALS = (InvalidArgument, DtypeError, Unsupported, Closed, DriverError, Heap
 _numbers = itertools.count(1)
 
 
-class Plan:
+class Plan(Repeating):
     """Base of all plans.
 
     Attributes
@@ -216,7 +215,7 @@ class Plan:
                 if block.last != here:
                     block.enter(handle)
                 unseen |= not block.shows_stream
-        self._note_caller(3)
+        self.note_caller(3)
         if world.recording is not None:
             self._record(world.recording, operands)
             self.follow_recorded(handle, *operands)
@@ -230,68 +229,6 @@ class Plan:
         if config.debug:
             agree(self.group, self.call)
         return handle
-
-    def _note_caller(self, above: int) -> None:
-        """From the frame so far up: the first outside of tdx is where messages say it was made."""
-        usage, depth = self._usage, self._usage.depth
-        try:
-            frame = sys._getframe(above + depth)
-            found = frame.f_code is usage.code and (
-                not depth or sys._getframe(above + depth - 1).f_code is usage.entry
-            )
-        except ValueError:  # the stack is not that deep
-            found = False
-        if not found:
-            frame, depth = sys._getframe(above), 0
-            while frame.f_globals["__name__"][:4] == "tdx." and frame.f_back is not None:
-                usage.entry, frame, depth = frame.f_code, frame.f_back, depth + 1
-            usage.code, usage.depth = frame.f_code, depth
-        usage.instruction = frame.f_lasti
-
-    def again(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand] | None:
-        """Start a call that is like one before: (handle of the stream, operands of x and out).
-
-        Of arrays with which `begin_checked` began one, and on the same stream: all that begin
-        would do has been done. None if anything differs, or may: then all is to be looked at.
-        """
-        result, world = self._out if out is None else out, self.world
-        if type(x) is not Array or type(result) is not Array:
-            return None
-        op, to = x.operand, result.operand
-        if op is None or to is None:
-            return None
-        plan, other = to.checked
-        if plan != self._number or other() is not op:
-            return None
-        if world.closed or world.recording is not None or world.faults.stands() or config.debug:
-            return None
-        driver = world.driver
-        try:
-            handle = driver.current_stream() if stream is None else stream_handle(stream)
-        except Exception:  # begin raises it where peers are told
-            return None
-        if handle != self._stream or driver.recorded_elsewhere(handle):
-            return None
-        here = [handle]
-        if op.block.last != here or to.block.last != here:  # as that of freed memory never is
-            return None
-        for each in self._shown:
-            if each.block.last != here:
-                return None
-        usage, frame = self._usage, sys._getframe(2)
-        if frame.f_code is usage.code:  # as _note_caller finds out
-            usage.instruction = frame.f_lasti
-        else:
-            self._note_caller(3)
-        usage.add()
-        return handle, op, to
-
-    def begin_checked(self, stream: Any, op: Operand, to: Operand) -> tuple[int, Operand, Operand]:
-        """As begin, and note that x and out were checked together, which do not change."""
-        handle = self.begin(stream, op, to)
-        if all(isinstance(each.block, Block) and each.block.shows_stream for each in (op, to)):
-            to.checked = (self._number, weakref.ref(op))
-        return handle, op, to
 
     def _record(self, recording: Graph, operands: Sequence[Operand]) -> None:
         recording.keep(self, *(op.owner for op in operands))

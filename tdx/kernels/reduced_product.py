@@ -103,24 +103,46 @@ class ReducedProduct(Plan):
             if 0 not in self.out_shape and self.product.prepares(self.config, self._sizes(usual)):
                 self._way.kernel(self, usual, (0, 0), self.dtype, True)
 
-    def __call__(self, a: Any, b: Any, out: Any = None, stream: Any = None, **extras: Any) -> Any:
+    def __call__(
+        self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None,
+        scale_a: Any = None, scale_b: Any = None,
+    ) -> Any:  # fmt: skip
         """Queue the operation; returns `out`, or the plan's buffer when it is None.
 
-        `extras`: bias, scale_a and scale_b, as matmul has them.
+        bias, scale_a, scale_b: as matmul has them.
         """
+        result = self._out if out is None else out
+        same = self.again_with(stream, b, a, result, bias, scale_a, scale_b)
+        if same is None:
+            handle, run, ops = self._begin(stream, a, b, out, bias, scale_a, scale_b)
+        else:
+            handle, (y, x, to, *given), layout = same
+            vector, left, right = (x if op is None else op for op in given)
+            run, ops = self._way.kernel(self, *layout), (x, y, left, right, to, vector)
+        if run is not None:
+            self._way.run(self, run, handle, ops)
+        return result
+
+    def _begin(
+        self, stream: Any, a: Any, b: Any, out: Any, *given: Any
+    ) -> tuple[int, Bound | None, tuple[Operand, ...]]:
+        """Check a call and begin it; `given`: bias, scale_a, scale_b."""
         try:
-            ops, strides, steps = self._operands(a, b, out, **extras)
+            ops, strides, steps = self._operands(a, b, out, *given)
             x, y, left, right, to, vector = ops
             check_apart(self.operation, to, x, y, left, right, vector)
-            empty, aligned = 0 in to.shape, not (x.address | y.address) % 16
-            run = None if empty else self._way.kernel(self, strides, steps, vector.dtype, aligned)
+            layout = (strides, steps, vector.dtype, not (x.address | y.address) % 16)
+            run = None if 0 in to.shape else self._way.kernel(self, *layout)
             handle = self.begin(stream, *ops)
         except Exception as error:
             self.refuse(error)
             raise
-        if run is not None:
-            self._way.run(self, run, handle, ops)
-        return self._out if out is None else out
+        extras = [
+            None if x is None else op for x, op in zip(given, (vector, left, right), strict=True)
+        ]
+        if run is not None and not (self.product.scaled and None in extras[1:]):
+            self.note(y, (x, to, *extras), layout)
+        return handle, run, ops
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         """Check the shapes; the tile and the algorithm. Sets `out_shape` and `same_tile`."""
@@ -149,7 +171,7 @@ class ReducedProduct(Plan):
         return (elements(self.shape_a[:-1]), n, k, *strides)
 
     def _operands(
-        self, a: Any, b: Any, out: Any, bias: Any = None, scale_a: Any = None, scale_b: Any = None
+        self, a: Any, b: Any, out: Any, bias: Any, scale_a: Any, scale_b: Any
     ) -> tuple[tuple[Operand, ...], tuple[int, ...], tuple[int, int]]:
         """Check what a call was given: the operands, the strides, the steps between scales.
 

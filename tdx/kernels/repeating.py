@@ -1,0 +1,153 @@
+"""Calls like one before, which need not be looked at again: see Repeating."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from tdx.kernels.operand import Operand
+from tdx.runtime.array import Array
+from tdx.runtime.block import Block
+from tdx.runtime.config import config
+from tdx.runtime.stream import stream_handle
+
+if TYPE_CHECKING:
+    from tdx.runtime.signals import Usage
+    from tdx.runtime.world import World
+
+__all__ = ["Repeating"]
+
+
+class Repeating:
+    """What a plan remembers of its calls. Part of Plan.
+
+    A call of tdx arrays is noted at one of them, which others do not replace from call to call. One
+    that has the same, on the same stream, needs no checks, and nothing to order its work behind.
+    """
+
+    world: World
+    _number: int
+    _out: Array | None
+    _shown: list[Operand]
+    _stream: int
+    _usage: Usage
+
+    def begin(self, stream: Any, *operands: Operand) -> int:
+        """As Plan has it."""
+        raise NotImplementedError
+
+    def again(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand] | None:
+        """Start a call that is like one before: (handle of the stream, operands of x and out).
+
+        Of arrays with which `begin_checked` began one, and on the same stream: all that begin
+        would do has been done. None if anything differs, or may: then all is to be looked at.
+        """
+        result = self._out if out is None else out
+        if type(x) is not Array or type(result) is not Array:
+            return None
+        op, to = x.operand, result.operand
+        if op is None or to is None:
+            return None
+        plan, others, _ = to.checked
+        if plan != self._number or others[0]() is not op:
+            return None
+        handle = self._undisturbed(stream)
+        if handle is None:
+            return None
+        here = [handle]
+        if op.block.last != here or to.block.last != here:  # as that of freed memory never is
+            return None
+        self._count(3)
+        return handle, op, to
+
+    def begin_checked(self, stream: Any, op: Operand, to: Operand) -> tuple[int, Operand, Operand]:
+        """As begin, and note that x and out were checked together, which do not change."""
+        handle = self.begin(stream, op, to)
+        self.note(to, (op,))
+        return handle, op, to
+
+    def again_with(
+        self, stream: Any, at: Any, *others: Any
+    ) -> tuple[int, list[Operand | None], Any] | None:
+        """As again, of arrays noted at the first; None stands for what there is not.
+
+        (handle of the stream, their operands, what else was noted with them)
+        """
+        at = at.operand if type(at) is Array else at
+        if type(at) is not Operand:
+            return None
+        plan, known, more = at.checked
+        if plan != self._number:
+            return None
+        ops: list[Any] = [at]
+        for x, ref in zip(others, known, strict=True):
+            if x is None or ref is None:
+                if x is not ref:
+                    return None
+                ops.append(None)
+                continue
+            op = x.operand if type(x) is Array else x
+            if op is None or ref() is not op:
+                return None
+            ops.append(op)
+        handle = self._undisturbed(stream)
+        if handle is None:
+            return None
+        here = [handle]
+        for op in ops:
+            if op is not None and op.block.last != here:
+                return None
+        self._count(3)
+        return handle, ops, more
+
+    def note(self, at: Operand, others: tuple[Operand | None, ...], more: Any = None) -> None:
+        """A call with these was checked and has begun; `more`: what else such calls need."""
+        for op in (at, *others):
+            if op is not None and not (isinstance(op.block, Block) and op.block.shows_stream):
+                return
+        refs = tuple(None if op is None else weakref.ref(op) for op in others)
+        at.checked = (self._number, refs, more)
+
+    def _undisturbed(self, stream: Any) -> int | None:
+        """The handle of `stream`, if it is that of the last call and nothing is out of the way."""
+        world = self.world
+        if world.closed or world.recording is not None or world.faults.stands() or config.debug:
+            return None
+        driver = world.driver
+        try:
+            handle = driver.current_stream() if stream is None else stream_handle(stream)
+        except Exception:  # begin raises it where peers are told
+            return None
+        if handle != self._stream or driver.recorded_elsewhere(handle):
+            return None
+        for each in self._shown:
+            if each.block.last != [handle]:  # type: ignore[union-attr]
+                return None
+        return handle
+
+    def _count(self, above: int) -> None:
+        """A call is made by the frame so far up."""
+        usage, frame = self._usage, sys._getframe(above)
+        if frame.f_code is usage.code:  # as note_caller finds out
+            usage.instruction = frame.f_lasti
+        else:
+            self.note_caller(above + 1)
+        usage.add()
+
+    def note_caller(self, above: int) -> None:
+        """From the frame so far up: the first outside of tdx is where messages say it was made."""
+        usage, depth = self._usage, self._usage.depth
+        try:
+            frame = sys._getframe(above + depth)
+            found = frame.f_code is usage.code and (
+                not depth or sys._getframe(above + depth - 1).f_code is usage.entry
+            )
+        except ValueError:  # the stack is not that deep
+            found = False
+        if not found:
+            frame, depth = sys._getframe(above), 0
+            while frame.f_globals["__name__"][:4] == "tdx." and frame.f_back is not None:
+                usage.entry, frame, depth = frame.f_code, frame.f_back, depth + 1
+            usage.code, usage.depth = frame.f_code, depth
+        usage.instruction = frame.f_lasti
