@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tdx.kernels.call import Call
+from tdx.kernels.call import Call, known_plan
 from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import Operand, check_apart, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
@@ -46,6 +46,7 @@ from tdx.kernels.select import (
     takes_low_latency,
 )
 from tdx.runtime import dtypes
+from tdx.runtime.array import Array
 from tdx.runtime.checks import as_float
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
@@ -120,6 +121,7 @@ class AllReduceRmsNorm(Plan):
             if self.config.algorithm == "low_latency":
                 nbytes = _word_bytes(self._rows, self._columns, self.dtype)
                 check_low_latency(self.operation, nbytes, size, (self.dtype,))
+            self.result = (self.shape, self.dtype)
             shared.update(
                 shape=self.shape, dtype=self.dtype, bias=bias, residual=residual, eps=eps,
                 config=self.config,
@@ -334,14 +336,23 @@ def all_reduce_rms_norm(
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
+    options = {
+        "bias": bias is not None, "residual": residual is not None, "eps": eps,
+        "algorithm": algorithm,
+    }  # fmt: skip
+    if type(x) is Array and type(weight) is Array:
+        arrays = (x, weight, bias, residual, out, residual_out)
+        known = known_plan(AllReduceRmsNorm, team, (x.shape, x.dtype), options, *arrays)
+        if known is not None:
+            out = known.fresh_result() if out is None else out
+            if residual is not None and residual_out is None:
+                residual_out = known.fresh_result()
+            return known(x, weight, out, residual_out, stream, bias=bias, residual=residual)
     call = Call("all_reduce_rms_norm", x, weight, out, residual_out, team=team, stream=stream)
     with call:
         source, scale = call.operand(x, "x"), call.operand(weight, "weight")
         vector, whole = call.optional(bias, "bias"), call.optional(residual, "residual")
-        plan = call.plan(
-            AllReduceRmsNorm, source.shape, source.dtype, bias=bias is not None,
-            residual=residual is not None, eps=eps, algorithm=algorithm,
-        )  # fmt: skip
+        plan = call.plan(AllReduceRmsNorm, source.shape, source.dtype, **options)
         target = call.target(out, plan.shape, plan.dtype)
         kept = residual_out
         if residual is not None:

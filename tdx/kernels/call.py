@@ -9,7 +9,7 @@ copied to the device first and results copied back: convenient, and as slow as t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -26,7 +26,10 @@ from tdx.runtime.init import current_world
 from tdx.runtime.stream import DEFAULT_STREAM, after, before_which, stream_handle
 from tdx.runtime.world import World
 
-__all__ = ["Call", "cached", "check_key", "check_recording", "one_line", "remembered", "world_of"]
+__all__ = [
+    "Call", "cached", "check_key", "check_recording", "known_plan", "one_line", "remembered",
+    "world_of",
+]  # fmt: skip
 
 _REMEMBERED = 64  # plans kept for each group of ranks
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -129,18 +132,16 @@ def one_line(
     an earlier one goes straight to its plan, on tdx arrays and those of frameworks with streams.
     """
     if type(x) is Array:
-        if out is None or type(out) is Array:
-            plan, op = None, x.operand
-            if op is not None and not op.block.freed:
-                plan = _plan_for(x.world, kind, x, team, options, operands)
-            if plan is not None:
-                if out is None:
-                    try:
-                        out = plan.fresh_result()
-                    except Exception as error:
-                        plan.refuse(error)
-                        raise
-                return plan(x, out, stream, **operands) if operands else plan(x, out, stream)
+        plan, op = None, x.operand
+        fit = (out is None or type(out) is Array) and (
+            not operands or _are_arrays(operands.values())
+        )
+        if fit and op is not None and not op.block.freed:
+            key = (kind, x.shape, x.dtype, *options.values(), False)
+            plan = _plan_for(x.world, team, key)
+        if plan is not None:
+            out = plan.fresh_result() if out is None else out
+            return plan(x, out, stream, **operands) if operands else plan(x, out, stream)
     else:
         result = _straight(kind, x, out, team, stream, options, operands)
         if result is not None:
@@ -171,7 +172,9 @@ def _straight(
         return None
     try:
         source = operand(world, framework.describe(x), "x")
-        plan = _plan_for(world, kind, source, team, options, operands)
+        if _are_arrays(operands.values()):
+            key = (kind, source.shape, source.dtype, *options.values(), False)
+            plan = _plan_for(world, team, key)
         if plan is None or not source.contiguous:
             return None
         result = framework.empty(*plan.result, x) if out is None else out
@@ -191,17 +194,31 @@ def _straight(
     return result
 
 
-def _plan_for(
-    world: World, kind: type[P], x: Array | Operand, team: Group | None, options: dict[str, Any],
-    operands: Mapping[str, Any],
+def known_plan(
+    kind: type[P], team: Group | None, args: tuple[Any, ...], options: Mapping[str, Any], x: Array,
+    *others: Any,
 ) -> P | None:  # fmt: skip
-    """The plan that there is for an `x` like this, if the further operands are tdx arrays."""
-    if operands:
-        for y in operands.values():
-            if y is not None and type(y) is not Array:
-                return None
+    """The plan `kind(world, *args, **options)` that there is for tdx arrays, or None.
+
+    None also if `others`, where there are any, are anything else: a Call finds out what is wrong.
+    """
+    op = x.operand
+    if op is None or op.block.freed or not _are_arrays(others):
+        return None
+    return _plan_for(x.world, team, (kind, *args, *options.values(), False))
+
+
+def _are_arrays(given: Iterable[Any]) -> bool:
+    """Whether all that there is are tdx arrays."""
+    for x in given:  # noqa: SIM110  # all() takes twice as long
+        if x is not None and type(x) is not Array:
+            return False
+    return True
+
+
+def _plan_for(world: World, team: Group | None, key: tuple[Any, ...]) -> Any:
+    """The plan of this key, see cached; None: there is none yet."""
     plans = world.plans.get(0 if team is None else world.group(team).index)
-    key = (kind, x.shape, x.dtype, *options.values(), False)
     try:
         plan = plans[key]
     except (KeyError, TypeError):  # also without any plans; the other way finds out what is wrong

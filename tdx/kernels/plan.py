@@ -163,8 +163,12 @@ class Plan(Repeating):
         return self.world.empty(tuple(shape), dtype, symmetric=False, name=self.operation)
 
     def fresh_result(self) -> Array:
-        """A result for a caller of a one-line function."""
-        return self._results.take(self.world, *self.result, self.operation)
+        """A result for a caller of a one-line function; peers are told if there is none."""
+        try:
+            return self._results.take(self.world, *self.result, self.operation)
+        except Exception as error:
+            self.refuse(error)
+            raise
 
     def blocks_for(self, tasks: int, most: int | None = None) -> int:
         """How many blocks, `most` at most, share `tasks` tasks: all are resident and may wait."""

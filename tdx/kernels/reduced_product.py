@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
-from tdx.kernels.call import Call
+from tdx.kernels.call import Call, known_plan
 from tdx.kernels.operand import Operand, check_apart, elements, flattened, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
 from tdx.kernels.tiles import check_config
 from tdx.runtime import dtypes
+from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
@@ -88,6 +89,7 @@ class ReducedProduct(Plan):
             self._check(algorithm)
             check_config(config)
             self.config, self.algorithm = self._choose(config, algorithm)
+            self.result = (self.out_shape, out)
             shared.update(
                 a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], dtype=self.dtype,
                 partial_dtype=self.partial_dtype, bias=self.product.bias,
@@ -203,6 +205,14 @@ def reduced_product(
     kind: type[ReducedProduct], a: Any, b: Any, partial_dtype: Any, options: ProductOptions
 ) -> Any:
     """The one-line function of a plan."""
+    if type(a) is Array and type(b) is Array:
+        of_plan = {"partial_dtype": partial_dtype, **options.of_plan}
+        extras = {name: getattr(options, name) for name in ("bias", "scale_a", "scale_b")}
+        arrays, layout = (a, b, options.out, *extras.values()), (a.shape, b.shape, a.dtype)
+        known = known_plan(kind, options.team, layout, of_plan, *arrays)
+        if known is not None:
+            out = known.fresh_result() if options.out is None else options.out
+            return known(a, b, out, options.stream, **extras)
     call = Call(kind.operation, a, b, options.out, team=options.team, stream=options.stream)
     with call:
         x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
