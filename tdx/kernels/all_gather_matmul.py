@@ -30,12 +30,12 @@ from typing import Any
 import numpy as np
 
 import tdx.language as tdl
-from tdx.kernels.call import Call
+from tdx.kernels.call import Call, known_plan
 from tdx.kernels.chunk_product import bind_chunks
-from tdx.kernels.gathering import GatherFirst, Gathering
+from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
 from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_of
 from tdx.kernels.matmul import bind_matmul
-from tdx.kernels.operand import Operand, check_apart, elements, for_each, operand, overlap
+from tdx.kernels.operand import Operand, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
 from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
@@ -177,6 +177,8 @@ class AllGatherMatmul(Plan):
             (size * self.shape_a[0], *self.shape_a[1:-1], n) for _, n in self.shapes_b
         ]
         self._outs = [self.result_buffer(shape, out, buffer) for shape in self.out_shapes]
+        if self._single:
+            self.result = (self.out_shapes[0], out)
         units = size * self._gathering.chunks if self._traced else 0
         self._tiles = partial(self.config.tiles, self._gathering.chunk_rows)  # of a chunk
         self._traces = [
@@ -239,7 +241,7 @@ class AllGatherMatmul(Plan):
                 right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
                 key = (i, y.strides, step_b, vector.dtype, not y.address % 16)
                 products.append((self._consumer(*key), y, to, vector, right))
-            self._check_apart(x, left, products)
+            check_products_apart(self.operation, self._shown[0], x, left, products)
             handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
         except Exception as error:
             self.refuse(error)
@@ -250,23 +252,6 @@ class AllGatherMatmul(Plan):
         if self._single and not (product.scaled and (scale_a is None or scale_b is None)):
             self.note(y, (x, to, None if bias is None else vector, *each), (key, step, first))
         return handle, x, each[0], step, first, products
-
-    def _check_apart(self, x: Operand, left: Operand, products: list[Any]) -> None:
-        """Refuse results over what a later product reads, and operands in the gathered rows."""
-        outs = [to for _, _, to, _, _ in products]
-        read = [y for _, y, _, _, _ in products]
-        # x stands in for what there is not
-        read += [op for p in products for op in (*p[3:], left) if op is not x]
-        for i, to in enumerate(outs):
-            check_apart(self.operation, to, *read, *outs[:i])
-        (gathered,) = self._shown
-        end = gathered.address + elements(gathered.shape) * gathered.dtype.itemsize
-        for op in (*read, *outs):
-            if gathered.address <= op.address < end:
-                raise InvalidArgument(
-                    f"{self.operation}: the array of shape {op.shape} lies in the plan's gathered "
-                    "rows, which each call overwrites: pass a copy"
-                )
 
     def _consumer(
         self, i: int, strides: tuple[int, ...], step: int, bias: np.dtype, aligned: bool
@@ -373,6 +358,15 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
     given = ProductOptions(**options)
     single = not isinstance(b, (list, tuple))
     many = [b] if single else list(b)
+    if type(a) is Array and type(b) is Array and not return_gathered:
+        layout, extras = (a.shape, b.shape, a.dtype), (given.bias, given.scale_a, given.scale_b)
+        known = known_plan(
+            AllGatherMatmul, given.team, layout, given.of_plan, a, b, given.out, *extras
+        )
+        if known is not None:
+            out = known.fresh_result() if given.out is None else given.out
+            named = dict(zip(("bias", "scale_a", "scale_b"), extras, strict=True))
+            return known(a, b, out, given.stream, **named)
     call = Call("all_gather_matmul", a, *many, team=given.team, stream=given.stream)
     with call:
         x = call.operand(a, "a")
@@ -381,20 +375,18 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
             for_each(getattr(given, what), len(many), single, what)
             for what in ("out", "bias", "scale_b")
         )
-        extras = {
-            "scale_a": given_operand(call, given.scale_a, "scale_a"),
-            "bias": [given_operand(call, each, "bias") for each in biases],
-            "scale_b": [given_operand(call, each, "scale_b") for each in scales],
-        }
-        plan = call.plan(
-            AllGatherMatmul, x.shape, tuple(y.shape for y in ys), x.dtype, **given.of_plan
-        )
+        left = given_operand(call, given.scale_a, "scale_a")
+        biases = [given_operand(call, each, "bias") for each in biases]
+        scales = [given_operand(call, each, "scale_b") for each in scales]
+        shapes = ys[0].shape if single else tuple(y.shape for y in ys)
+        plan = call.plan(AllGatherMatmul, x.shape, shapes, x.dtype, **given.of_plan)
         dtype = plan.product.out_dtype
         targets = [call.target(o, s, dtype) for o, s in zip(outs, plan.out_shapes, strict=True)]
-        plan(x, ys, targets, stream=call.stream, **extras)
+        y, to, bias, right = ((v[0] if single else v) for v in (ys, targets, biases, scales))
+        plan(x, y, to, call.stream, bias=bias, scale_a=left, scale_b=right)
         if return_gathered:
             whole = plan.gathered(call.handle())
-            targets.append(call.target(None, whole.shape, plan.dtype))
+            targets = [*targets, call.target(None, whole.shape, plan.dtype)]
             call.copy(whole, targets[-1])
             plan._gathering.confirm(call.handle())
     return call.finish(targets[0] if len(targets) == 1 and single else tuple(targets))

@@ -25,13 +25,14 @@ import tdx.language as tdl
 from tdx.kernels.copy_push import Beside, CopyPush, confirm_kernel, enter_kernel
 from tdx.kernels.copying import copy_share
 from tdx.kernels.low_latency import LowLatency
-from tdx.kernels.operand import Operand, byte_units, elements, operand, overlap
+from tdx.kernels.operand import Operand, byte_units, check_apart, elements, operand, overlap
 from tdx.kernels.plan import Plan
 from tdx.kernels.pushing import Push
 from tdx.kernels.select import block_bytes, block_elements, constants, gather_algorithm
 from tdx.runtime.array import Array
+from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["GatherFirst", "Gathering", "spread_kernels"]
+__all__ = ["GatherFirst", "Gathering", "check_products_apart", "spread_kernels"]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -299,3 +300,25 @@ def spread_kernels(plan: Plan, scales: Array, rows: int) -> list[Callable[..., N
         )
         for step in (0, 1)
     ]  # fmt: skip
+
+
+def check_products_apart(
+    operation: str, gathered: Operand, x: Operand, left: Operand, products: list[Any]
+) -> None:
+    """Refuse results over what a later product reads, and operands in the gathered rows.
+
+    `left`: the scales of x; a product: (kernel, b, result, bias, scales of b).
+    """
+    outs = [to for _, _, to, _, _ in products]
+    read = [y for _, y, _, _, _ in products]
+    # x stands in for what there is not
+    read += [op for p in products for op in (*p[3:], left) if op is not x]
+    for i, to in enumerate(outs):
+        check_apart(operation, to, *read, *outs[:i])
+    end = gathered.address + elements(gathered.shape) * gathered.dtype.itemsize
+    for op in (*read, *outs):
+        if gathered.address <= op.address < end:
+            raise InvalidArgument(
+                f"{operation}: the array of shape {op.shape} lies in the plan's gathered rows, "
+                "which each call overwrites: pass a copy"
+            )

@@ -13,6 +13,12 @@ from tests.helpers.reference import assert_same_bits, values
 
 ROWS, DEPTH, COLUMNS = 12, 16, 32
 NORMS = ("one_shot", "two_shot", "low_latency")
+FUNCTIONS = {
+    "AllGatherMatmul": "all_gather_matmul",
+    "MatmulReduceScatter": "matmul_reduce_scatter",
+    "MatmulAllReduce": "matmul_all_reduce",
+    "AllReduceRmsNorm": "all_reduce_rms_norm",
+}
 WAYS = [
     *(("AllGatherMatmul", name) for name in all_gather_matmul.ALGORITHMS),
     *(("MatmulReduceScatter", name) for name in matmul_reduce_scatter.ALGORITHMS),
@@ -146,4 +152,37 @@ def case_scales_of_float8_again(world):
             check(number**2, scale_a=number, scale_b=number)
         check(1)
         check(2, scale_a=two)
+    world.barrier()
+
+
+@worlds(1, 2)
+@pytest.mark.parametrize(("kind", "algorithm"), WAYS)
+def case_functions_again(world, kind, algorithm):
+    """With new data, results given and fresh: results that are still there stay as they were."""
+    repeated = Repeated(world, kind, algorithm)
+    function = getattr(tdx, FUNCTIONS[kind])
+    arrays, kept = repeated.arrays(), []
+    out = world.zeros(repeated.call(arrays)[0].shape, "float32", symmetric=False)
+    for turn in range(7):
+        wanted = repeated.call(repeated.arrays(turn))
+        for name, array in arrays.items():
+            array.copy_from(repeated.data(name, turn))
+        for to in (None, out):
+            result = function(**arrays, out=to, algorithm=algorithm)
+            many = result if isinstance(result, tuple) else (result,)
+            assert to is None or many[0] is out
+            for one, two in zip(many, wanted, strict=True):
+                assert_same_bits(one.numpy(), two)
+            if to is None and turn % 2:
+                kept.append((many, wanted))
+    for many, wanted in kept:
+        for one, two in zip(many, wanted, strict=True):
+            assert_same_bits(one.numpy(), two)
+    for name in arrays:
+        gone = repeated.arrays()
+        for _ in range(2):
+            function(**gone, algorithm=algorithm)
+        gone[name].free()
+        with pytest.raises(Closed, match="was freed"):
+            function(**gone, algorithm=algorithm)
     world.barrier()
