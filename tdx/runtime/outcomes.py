@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 
 from tdx.runtime import errors
@@ -15,6 +16,7 @@ __all__ = [
     "require_same_calls",
 ]
 
+_ARGUMENT = re.compile(r"(\w+)=(?!\w+\()(\([^()]*\)|\[[^\]]*\]|[^,()]+)")  # also of a Config
 # Where ranks wait for each other, a failure of one is one of these on the others.
 _CONSEQUENCES = ("PeerLost", "PeerTimeout", "CollectiveMismatch")
 
@@ -66,10 +68,28 @@ def require_same_calls(calls: Mapping[int, str]) -> None:
     if len(by_call) > 1:
         table = "; ".join(f"{describe_ranks(ranks)}: {call}" for call, ranks in by_call.items())
         mismatch = CollectiveMismatch(
-            f"ranks made different calls where all must make the same one: {table}",
+            f"ranks made different calls where all must make the same one: {table}"
+            f"{_differences(by_call)}",
             dict(sorted(calls.items())),
         )
         raise _known_to_all(mismatch)
+
+
+def _differences(by_call: Mapping[str, list[int]]) -> str:
+    """What differs between calls of one operation, "name(argument=value, ...)"; else nothing."""
+    named = [call.partition("(") for call in by_call]
+    if len({name for name, *_ in named}) > 1 or not named[0][0].isidentifier():
+        return ""
+    arguments = [dict(_ARGUMENT.findall(text)) for _, _, text in named]
+    differing = []
+    for name in dict.fromkeys(name for each in arguments for name in each):
+        ranks: dict[str, list[int]] = {}
+        for given, whose in zip(arguments, by_call.values(), strict=True):
+            ranks.setdefault(given.get(name, "nothing"), []).extend(whose)
+        if len(ranks) > 1:
+            values = ", ".join(f"{v} on {describe_ranks(r)}" for v, r in ranks.items())
+            differing.append(f"{name}: {values}")
+    return f". They differ in {'; in '.join(differing)}" if differing else ""
 
 
 def describe_ranks(ranks: Collection[int]) -> str:
