@@ -118,12 +118,17 @@ def multiple_of_16(value, _semantic=None):
 
 
 @intrinsic
-def check_signal(pointer, _semantic=None):
-    """Reject pointers to anything but 32-bit integers."""
+def check_signal(pointer, value=0, peer=0, _semantic=None):
+    """Reject pointers to anything but 32-bit integers, and values and peers that are none."""
     element_bytes(pointer)
     element = pointer.type.scalar.element_ty
     if not (element.is_int() and element.primitive_bitwidth == 32):
         raise TypeError(f"a signal is an int32 or uint32 word, got a pointer to {element}")
+    for what, given in (("value", unwrap(value)), ("peer", unwrap(peer))):
+        scalar = given.dtype.scalar if isinstance(given, core.tensor) else None
+        if isinstance(given, float) or (scalar is not None and scalar.is_floating()):
+            found = given if scalar is None else scalar
+            raise TypeError(f"the {what} of a signal is an integer, got {found}: divide by //")
 
 
 @intrinsic

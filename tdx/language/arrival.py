@@ -46,7 +46,7 @@ def wait_any(ptr, count, world, value, done, first=0):
     Ordering, deadline and fault: as `wait`. Executed by the whole program. Replay safety: that of
     `value`.
     """
-    check_signal(ptr)
+    check_signal(ptr, value)
     lanes = tl.arange(0, LANES)
     open_ = (lanes < count) & (done == 0)
     turn = tl.where(open_, (lanes - first + count) % count, _NONE)

@@ -65,7 +65,7 @@ def wait(ptr, world, value, cmp: tl.constexpr = _GE, peer=-1):
     almost at once. Carry `ok` on as a predicate: as `when` of notify and as a mask of stores.
     Replay safety: that of the value; use `tdl.epoch`.
     """
-    check_signal(ptr)
+    check_signal(ptr, value, peer)
     check_choice(cmp, "ge", "eq")
     program = program_index()
     team = team_index(world)
@@ -85,7 +85,7 @@ def wait_all(ptr, count, world, value, cmp: tl.constexpr = _GE, first_peer=0):
     As `wait` with a block of pointers, for a count known only at run time (0 is satisfied). Signal
     i belongs to rank `first_peer` + i of `world`. Ordering, deadline and `ok` are those of `wait`.
     """
-    check_signal(ptr)
+    check_signal(ptr, value, first_peer)
     check_choice(cmp, "ge", "eq")
     return _wait_span(ptr, count, value, cmp, world.control, team_index(world), first_peer)
 
@@ -113,7 +113,7 @@ def notify(ptr, peer, world, value=1, op: tl.constexpr = _SET, when=True):
     Fault: nothing is sent while a fault stands.
     Replay safety: "set" with a value from `tdl.epoch`; "add" if the waiter's value counts all.
     """
-    check_signal(ptr)
+    check_signal(ptr, value, peer)
     check_choice(op, "set", "add")
     publish(symm_at(ptr, peer, world), value, op, when, world.control)
 

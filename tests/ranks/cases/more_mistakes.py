@@ -232,3 +232,37 @@ def case_a_seed_shows_data_stored_after_the_notify(comm, backend):
                 early_kernel[(1,)](x, inbox, out, arrived, channel, world.handle)
                 wrong += int(out.numpy()[0] != call)
     assert sum(comm.allgather(wrong)) > 0
+
+
+@triton.jit
+def halves_kernel(signal, floats, world, VERB: tl.constexpr):
+    size = tdl.num_ranks(world)
+    if VERB == "peer":
+        tdl.notify(signal, size / 2, world)
+    elif VERB == "value":
+        tdl.notify(signal, 0, world, 1.5)
+    elif VERB == "wait":
+        tdl.wait(signal, world, 0.5)
+    elif VERB == "wait_all":
+        tdl.wait_all(signal, 1, world, size / 2)
+    elif VERB == "wait_any":
+        tdl.wait_any(signal, 1, world, 0.5, tdl.nothing_done())
+    elif VERB == "word":
+        tdl.notify(floats, 0, world)
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    ("verb", "text"),
+    [
+        ("peer", "peer of a signal is an integer, got fp32"), ("value", "value .*, got 1.5"),
+        ("wait", "value .*, got 0.5"), ("wait_all", "value .*, got fp32"),
+        ("wait_any", "value .*, got 0.5"), ("word", "int32 or uint32 word, got .* fp32"),
+    ],
+)  # fmt: skip
+def case_signals_are_integers(world, verb, text):
+    host_only(world.backend)
+    signal, floats = world.zeros(1, "int32"), world.zeros(1, "float32")
+    halves_kernel[(1,)](signal, floats, world.handle, VERB=verb)
+    refused(world, text)
+    world.barrier()
