@@ -201,13 +201,16 @@ class AllGatherMatmul(Plan):
         `a` is contiguous; b, out, bias, scale_b: single values or sequences as the plan was made.
         Scales: as matmul has them. Without `out`: the plan's own buffers, until its next call.
         """
+        if not self._single and out is not None:
+            out = list(out)  # it is walked along twice
         result, given = self._outs[0] if out is None else out, (bias, scale_a, scale_b)
         same = self.again_with(stream, b, a, result, *given) if self._single else None
         if same is None:
             handle, x, scales, step, first, products = self._begin(stream, a, b, out, *given)
         else:
             handle, (y, x, to, vector, scales, right), (key, step, first) = same
-            products = [(self._kernels.get(key), y, to, vector or x, right or x)]
+            vector, right = (x if op is None else op for op in (vector, right))
+            products = [(self._kernels.get(key), y, to, vector, right)]
         self._called_on = handle
         if self._rows:
             own = self._gathering.start(self, x, handle, scales, step, first)
@@ -218,7 +221,7 @@ class AllGatherMatmul(Plan):
             self._gathering.join(handle)
         if self._single:
             return result
-        outs = for_each(out, len(self._outs), False, "out")
+        outs = [None] * len(self._outs) if out is None else out
         return tuple(mine if o is None else o for mine, o in zip(self._outs, outs, strict=True))
 
     def _begin(
@@ -249,7 +252,7 @@ class AllGatherMatmul(Plan):
         written = (*self._shown, *(p[2] for p in products))
         first = bool(x.address % 16) or any(overlap(x, to) for to in written)
         each = (left, right) if product.scaled else (None, None)
-        if self._single and not (product.scaled and (scale_a is None or scale_b is None)):
+        if self._single and product.takes_as_given(scale_a, scale_b):
             self.note(y, (x, to, None if bias is None else vector, *each), (key, step, first))
         return handle, x, each[0], step, first, products
 
@@ -358,6 +361,7 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
     given = ProductOptions(**options)
     single = not isinstance(b, (list, tuple))
     many = [b] if single else list(b)
+    alone = len(many) == 1  # then there is one plan for it, and for a sequence of it
     if type(a) is Array and type(b) is Array and not return_gathered:
         layout, extras = (a.shape, b.shape, a.dtype), (given.bias, given.scale_a, given.scale_b)
         known = known_plan(
@@ -376,14 +380,14 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
             for what in ("out", "bias", "scale_b")
         )
         left = given_operand(call, given.scale_a, "scale_a")
-        biases = [given_operand(call, each, "bias") for each in biases]
-        scales = [given_operand(call, each, "scale_b") for each in scales]
-        shapes = ys[0].shape if single else tuple(y.shape for y in ys)
+        vectors = [given_operand(call, each, "bias") for each in biases]
+        rights = [given_operand(call, each, "scale_b") for each in scales]
+        shapes = ys[0].shape if alone else tuple(y.shape for y in ys)
         plan = call.plan(AllGatherMatmul, x.shape, shapes, x.dtype, **given.of_plan)
         dtype = plan.product.out_dtype
         targets = [call.target(o, s, dtype) for o, s in zip(outs, plan.out_shapes, strict=True)]
-        y, to, bias, right = ((v[0] if single else v) for v in (ys, targets, biases, scales))
-        plan(x, y, to, call.stream, bias=bias, scale_a=left, scale_b=right)
+        y, to, vector, right = ((v[0] if alone else v) for v in (ys, targets, vectors, rights))
+        plan(x, y, to, call.stream, bias=vector, scale_a=left, scale_b=right)
         if return_gathered:
             whole = plan.gathered(call.handle())
             targets = [*targets, call.target(None, whole.shape, plan.dtype)]

@@ -35,6 +35,7 @@ from tdx.kernels.operand import Operand, check_apart, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig
+from tdx.kernels.results import Results
 from tdx.kernels.rms_norm_kernels import low_latency_kernel, one_shot_kernel, two_shot_kernel
 from tdx.kernels.select import (
     PIECE_BYTES,
@@ -121,7 +122,7 @@ class AllReduceRmsNorm(Plan):
             if self.config.algorithm == "low_latency":
                 nbytes = _word_bytes(self._rows, self._columns, self.dtype)
                 check_low_latency(self.operation, nbytes, size, (self.dtype,))
-            self.result = (self.shape, self.dtype)
+            self.result, self._residuals = (self.shape, self.dtype), Results()
             shared.update(
                 shape=self.shape, dtype=self.dtype, bias=bias, residual=residual, eps=eps,
                 config=self.config,
@@ -215,10 +216,15 @@ class AllReduceRmsNorm(Plan):
         else:
             handle, (scale, op, to, kept, vector, whole), _ = same
             kept = to if kept is None else kept
-            ops = (op, to, kept, scale, vector or op, whole or op)
+            vector, whole = (op if each is None else each for each in (vector, whole))
+            ops = (op, to, kept, scale, vector, whole)
         if self._rows and self._columns:
             self._run(handle, *ops)
         return (result, second) if self._has_residual else result
+
+    def fresh_residual(self) -> Array:
+        """As fresh_result, for residual_out."""
+        return self.fresh_result(self._residuals)
 
     def _begin(
         self, stream: Any, x: Any, weight: Any, out: Any, residual_out: Any, bias: Any,
@@ -346,7 +352,7 @@ def all_reduce_rms_norm(
         if known is not None:
             out = known.fresh_result() if out is None else out
             if residual is not None and residual_out is None:
-                residual_out = known.fresh_result()
+                residual_out = known.fresh_residual()
             return known(x, weight, out, residual_out, stream, bias=bias, residual=residual)
     call = Call("all_reduce_rms_norm", x, weight, out, residual_out, team=team, stream=stream)
     with call:

@@ -65,7 +65,7 @@ class Producer:
             self.last[0] = stream
 
 
-_NOT_CHECKED: tuple[int, tuple[Any, ...], Any] = (0, (), None)
+_NOT_CHECKED: tuple[int, Callable[[], Operand | None]] = (0, lambda: None)
 
 
 class Operand:
@@ -87,15 +87,17 @@ class Operand:
     home : int or None
         The current stream of the framework that it is from, where that shows one.
     writable : bool
-    checked : tuple[int, tuple, Any]
-        By which plan it was last, with references to which others, and what else; see Repeating.
+    checked : tuple[int, Callable[[], Operand | None]]
+        By which plan, as the result, and with which x; see Repeating.again.
+    noted : tuple
+        The last calls with others that were checked; see Repeating.again_with.
     extent : tuple[int, int] or None
         Where its memory begins and ends, once that was asked for; see overlap.
     """
 
     __slots__ = (
         "__weakref__", "address", "block", "checked", "contiguous", "dtype", "extent", "home",
-        "owner", "shape", "strides", "writable",
+        "noted", "owner", "shape", "strides", "writable",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +121,7 @@ class Operand:
         self.home = home
         self.contiguous = _no_gaps(shape, strides)
         self.checked = _NOT_CHECKED
+        self.noted: tuple[tuple[int, tuple[Any, ...], Any], ...] = ()
         self.extent: tuple[int, int] | None = None
 
     def enter(self, stream: int) -> None:

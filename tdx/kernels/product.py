@@ -284,6 +284,13 @@ class Product:
             raise InvalidArgument(f"bias must be contiguous with shape ({n},), got {op.shape}")
         return op
 
+    def takes_as_given(self, *scales: Any) -> bool:
+        """Whether check_scale gives them as operands, or the fallback where there are none.
+
+        Numbers, and what is multiplied by where float8 has no scale, are others.
+        """
+        return not self.scaled or not any(x is None or isinstance(x, Real) for x in scales)
+
     def check_scale(
         self, world: World, scale: Any, shape: tuple[int, ...], what: str, fallback: Operand
     ) -> tuple[Operand, int]:

@@ -142,7 +142,7 @@ class ReducedProduct(Plan):
         extras = [
             None if x is None else op for x, op in zip(given, (vector, left, right), strict=True)
         ]
-        if run is not None and not (self.product.scaled and None in extras[1:]):
+        if run is not None and self.product.takes_as_given(*given[1:]):
             self.note(y, (x, to, *extras), layout)
         return handle, run, ops
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tdx.kernels.operand import Operand
@@ -49,8 +50,8 @@ class Repeating:
         op, to = x.operand, result.operand
         if op is None or to is None:
             return None
-        plan, others, _ = to.checked
-        if plan != self._number or others[0]() is not op:
+        plan, other = to.checked
+        if plan != self._number or other() is not op:
             return None
         handle = self._undisturbed(stream)
         if handle is None:
@@ -64,7 +65,8 @@ class Repeating:
     def begin_checked(self, stream: Any, op: Operand, to: Operand) -> tuple[int, Operand, Operand]:
         """As begin, and note that x and out were checked together, which do not change."""
         handle = self.begin(stream, op, to)
-        self.note(to, (op,))
+        if _are_ordered((op, to)):
+            to.checked = (self._number, weakref.ref(op))
         return handle, op, to
 
     def again_with(
@@ -77,20 +79,14 @@ class Repeating:
         at = at.operand if type(at) is Array else at
         if type(at) is not Operand:
             return None
-        plan, known, more = at.checked
-        if plan != self._number:
-            return None
-        ops: list[Any] = [at]
-        for x, ref in zip(others, known, strict=True):
-            if x is None or ref is None:
-                if x is not ref:
-                    return None
-                ops.append(None)
-                continue
-            op = x.operand if type(x) is Array else x
-            if op is None or ref() is not op:
-                return None
-            ops.append(op)
+        for plan, known, more in at.noted:
+            if plan == self._number and (ops := _same(others, known)) is not None:
+                handle = self._goes_on(stream, [at, *ops])
+                return None if handle is None else (handle, [at, *ops], more)
+        return None
+
+    def _goes_on(self, stream: Any, ops: Sequence[Any]) -> int | None:
+        """The handle of `stream`, and the call is counted, if all were last used there."""
         handle = self._undisturbed(stream)
         if handle is None:
             return None
@@ -98,16 +94,16 @@ class Repeating:
         for op in ops:
             if op is not None and op.block.last != here:
                 return None
-        self._count(3)
-        return handle, ops, more
+        self._count(4)
+        return handle
 
     def note(self, at: Operand, others: tuple[Operand | None, ...], more: Any = None) -> None:
         """A call with these was checked and has begun; `more`: what else such calls need."""
-        for op in (at, *others):
-            if op is not None and not (isinstance(op.block, Block) and op.block.shows_stream):
-                return
+        if not _are_ordered((at, *others)):
+            return
         refs = tuple(None if op is None else weakref.ref(op) for op in others)
-        at.checked = (self._number, refs, more)
+        # two of them: who has a fresh result while asking for the next gets two in turn
+        at.noted = ((self._number, refs, more), *at.noted[:1])
 
     def _undisturbed(self, stream: Any) -> int | None:
         """The handle of `stream`, if it is that of the last call and nothing is out of the way."""
@@ -128,8 +124,13 @@ class Repeating:
 
     def _count(self, above: int) -> None:
         """A call is made by the frame so far up."""
-        usage, frame = self._usage, sys._getframe(above)
-        if frame.f_code is usage.code:  # as note_caller finds out
+        usage = self._usage
+        try:
+            frame = sys._getframe(above)
+            direct = frame.f_code is usage.code  # as note_caller finds out
+        except ValueError:  # a thread that begins with the call
+            direct = False
+        if direct:
             usage.instruction = frame.f_lasti
         else:
             self.note_caller(above + 1)
@@ -146,8 +147,29 @@ class Repeating:
         except ValueError:  # the stack is not that deep
             found = False
         if not found:
-            frame, depth = sys._getframe(above), 0
+            frame, up = sys._getframe(), 0
             while frame.f_globals["__name__"][:4] == "tdx." and frame.f_back is not None:
-                usage.entry, frame, depth = frame.f_code, frame.f_back, depth + 1
-            usage.code, usage.depth = frame.f_code, depth
+                usage.entry, frame, up = frame.f_code, frame.f_back, up + 1
+            usage.code, usage.depth = frame.f_code, up - above
         usage.instruction = frame.f_lasti
+
+
+def _same(given: Sequence[Any], known: Sequence[Any]) -> list[Any] | None:
+    """The operands of what is given if it is what is known, of which there are references."""
+    ops: list[Any] = []
+    for x, ref in zip(given, known, strict=True):
+        if x is None or ref is None:
+            if x is not ref:
+                return None
+            ops.append(None)
+        else:
+            op = x.operand if type(x) is Array else x
+            if op is None or ref() is not op:
+                return None
+            ops.append(op)
+    return ops
+
+
+def _are_ordered(ops: Iterable[Operand | None]) -> bool:
+    """Whether blocks of tdx tell where each was used last."""
+    return all(op is None or (isinstance(op.block, Block) and op.block.shows_stream) for op in ops)

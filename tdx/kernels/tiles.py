@@ -118,7 +118,7 @@ def choose_tile(
             depth_bytes //= 2
         if itemsize < 4 and ragged:  # single elements are loaded, each with its own mask
             rows, columns, depth_bytes = rows // 2, columns // 2, depth_bytes // 2
-        elif described and (itemsize == 2 or (arch == "sm_90" and not promoted)):
+        elif described and itemsize == 2:  # the sums of float8 may need more registers
             columns = limits.described_columns
         elif crowded:
             columns //= 2

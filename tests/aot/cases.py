@@ -151,7 +151,7 @@ def _product(
 
     backend = "hip" if target in AMD else "cuda"
     size = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}[dtype]
-    promoted = size == 1 and target == "sm_90" and chosen.get("PRECISION") != "ieee"
+    promoted = size == 1 and target in ("sm_89", "sm_90")
     tile = choose_tile(backend, target, *shape, size, described, 132, parts, promoted=promoted)
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     even = not any(extent % 16 for extent in shape[1:])

@@ -149,6 +149,14 @@ def test_products_of_float8_use_tensor_cores(outcome, case, target):
         assert re.search(promotion, outcome.ttgir)
 
 
+def test_float8_of_sm_89_is_promoted_too():
+    asked = job("matmul-fp8", "sm_89")
+    outcome = compile_jobs([asked])[asked]
+    assert (outcome.error, outcome.stack) == ("", 0)
+    assert positions(outcome.code, r"mma\.sync\S*\.f32\.e4m3\.e4m3\.f32")
+    assert re.search(r"scf\.if .*\n.*arith\.addf .*f32", outcome.ttgir)
+
+
 def test_float8_is_not_taken_before_sm_89():
     """Why matmul refuses it there."""
     asked = job("matmul-fp8", "sm_80")

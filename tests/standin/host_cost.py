@@ -73,6 +73,7 @@ def rows() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{kind.__name__} plan", partial(product, a, b, to)
     yield "tdx.matmul(a, b, out=y)", lambda: tdx.matmul(a, b, out=out)
     yield "tdx.matmul_all_reduce(out=y)", lambda: tdx.matmul_all_reduce(a, b, out=out)
+    yield "tdx.matmul_all_reduce()", lambda: tdx.matmul_all_reduce(a, b)
     yield "tdx.all_gather_matmul(out=y)", lambda: tdx.all_gather_matmul(a, b, out=out)
     norm = tdx.AllReduceRmsNorm(world, a.shape, a.dtype)
     weight = world.zeros(256, "bfloat16", symmetric=False)

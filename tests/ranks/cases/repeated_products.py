@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
+import time
+
 import numpy as np
 import pytest
 
@@ -185,4 +188,105 @@ def case_functions_again(world, kind, algorithm):
         gone[name].free()
         with pytest.raises(Closed, match="was freed"):
             function(**gone, algorithm=algorithm)
+    world.barrier()
+
+
+@worlds(2)
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("held", [True, False])
+def case_calls_for_fresh_results_are_not_checked_for_ever(world, kind, held):
+    """Whether or not the last results are still there when the next are asked for."""
+    repeated = Repeated(world, kind, None)
+    function, arrays = getattr(tdx, FUNCTIONS[kind]), repeated.arrays()
+    function(**arrays)
+    (plan,) = (p for p in world.plans[0].values() if isinstance(p, getattr(tdx, kind)))
+    begin, checked, result = plan._begin, [], None
+
+    def counting(*args):
+        checked.append(1)
+        return begin(*args)
+
+    plan._begin = counting
+    for turn in range(12):
+        result = function(**arrays)
+        if turn == 5:
+            del checked[:]
+        if not held:
+            result = None
+        world.synchronize()  # the host tier holds operands until then
+    assert not checked
+    del result
+    world.barrier()
+
+
+@worlds(2)
+def case_one_b_in_a_sequence_is_one_b(world):
+    """Ranks may pass it either way: the plan is one."""
+    repeated = Repeated(world, "AllGatherMatmul", None, extra=False)
+    a, b = repeated.arrays().values()
+    (wanted,) = repeated.call({"a": a, "b": b})
+    for turn in range(6):
+        listed = (world.rank + turn // 2) % 2
+        result = tdx.all_gather_matmul(a, [b] if listed else b)
+        if listed:
+            (result,) = result
+        assert_same_bits(result.numpy(), wanted)
+    assert sum(isinstance(p, tdx.AllGatherMatmul) for p in world.plans[0].values()) == 1
+
+
+@worlds(2)
+def case_results_come_from_an_iterator(world):
+    repeated = Repeated(world, "AllGatherMatmul", None, extra=False)
+    a, b = repeated.arrays().values()
+    (wanted,) = repeated.call({"a": a, "b": b})
+    plan = tdx.AllGatherMatmul(world, a.shape, [b.shape, b.shape], "float32")
+    outs = [world.empty(wanted.shape, "float32", symmetric=False) for _ in range(2)]
+    for _ in range(3):
+        results = plan(a, [b, b], out=iter(outs))
+        assert all(one is two for one, two in zip(results, outs, strict=True))
+        for out in outs:
+            assert_same_bits(out.numpy(), wanted)
+
+
+@worlds(2)
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def case_replays_between(world, kind):
+    """Recorded with the same arrays, which calls go on to use."""
+    repeated = Repeated(world, kind, None)
+    arrays = repeated.arrays()
+    repeated.call(arrays)
+    with tdx.graph(world) as graph:
+        first, second, *rest = arrays.values()
+        names = list(arrays)[2:]
+        recorded = repeated.plan(first, second, **dict(zip(names, rest, strict=True)))
+    many = recorded if isinstance(recorded, tuple) else (recorded,)
+    for turn in range(6):
+        wanted = repeated.call(repeated.arrays(turn))
+        for name, array in arrays.items():
+            array.copy_from(repeated.data(name, turn))
+        for _ in range(2):
+            for one, two in zip(repeated.call(arrays), wanted, strict=True):
+                assert_same_bits(one, two)
+        graph.replay()
+        for one, two in zip(many, wanted, strict=True):
+            assert_same_bits(one.numpy(), two)
+    world.barrier()
+
+
+@worlds(2)
+def case_a_thread_may_begin_with_a_call(world):
+    """There is no frame of a caller then."""
+    repeated = Repeated(world, "MatmulAllReduce", None, extra=False)
+    arrays = tuple(repeated.arrays().values())
+    (wanted,) = repeated.call(dict(zip("ab", arrays, strict=True)))
+    reduce, x = tdx.AllReduce(world, (4,), "int32"), world.array(np.arange(4, dtype=np.int32))
+    running = _thread._count()
+    for call, given in 3 * [(repeated.plan, arrays), (reduce, (x,))]:
+        made = call.calls
+        _thread.start_new_thread(call, given)
+        while call.calls == made or _thread._count() > running:
+            time.sleep(0.001)
+    assert_same_bits(repeated.plan(*arrays).numpy(), wanted)
+    world.synchronize()
+    assert (reduce._out.numpy() == world.size * np.arange(4)).all()
     world.barrier()
