@@ -45,8 +45,7 @@ PYTEST = [sys.executable, "-u", "-m", "pytest", "-p", "tests.gpu.suite", "--tdx-
 TARGETS = [
     "tests/ranks/cases", "tests/ranks/test_examples.py", "tests/ranks/test_demo.py", "tests/gpu",
 ]  # fmt: skip
-# files whose cases others on the machine would disturb
-QUIET = re.compile(r"/(leaks|strangers)\.py::")
+QUIET = re.compile(r"/(leaks|strangers)\.py::")  # which others on the machine would disturb
 END_LIMIT_S = 10.0  # between SIGTERM and SIGKILL for a stream
 OUTCOMES = ("passed", "skipped", "errors", "failed")  # of several of one case the last counts
 
