@@ -153,15 +153,15 @@ def _product(
     size = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4}[dtype]
     promoted = size == 1 and target in ("sm_89", "sm_90")
     tile = choose_tile(backend, target, *shape, size, described, 132, parts, promoted=promoted)
-    even = not any(extent % 16 for extent in shape[1:])
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     values = {
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "HAS_BIAS": True, "ACTIVATION": "gelu_tanh",
-        "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": even, "TRACE": False, "A_STEP": 1, "B_STEP": 1,
-        "RANKS": 4, "ONE_SHOT": False, "GATHERED": False, "DESCRIBED": described, "PIECES": 4,
-        "CHUNK": 1024, "OWN_CHUNK": 0, "SPLIT": 2, "WIDE": False, "PAIRS": size == 2,
-        "SCATTERED": False, "BLOCK": 1024, "SAMPLES": 128, "PUSH": True, "SENDERS": 16, "UNIT": 16,
-        "SCALED": size == 1, "SCALES": 256, "PRECISION": "promoted" if promoted else "ieee",
+        "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": not any(extent % 16 for extent in shape[1:]),
+        "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False, "TRACE": False,
+        "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "OWN_CHUNK": 0, "SPLIT": 2,
+        "WIDE": False, "PAIRS": size == 2, "SCATTERED": False, "BLOCK": 1024, "SAMPLES": 128,
+        "PUSH": True, "SENDERS": 16, "UNIT": 16, "SCALED": size == 1, "SCALES": 256,
+        "PRECISION": "promoted" if promoted else "ieee",
     }  # fmt: skip
     values |= chosen
     pointer = POINTER[dtype]
