@@ -99,10 +99,10 @@ def _push(scaled: bool = False):
 
 def _take(even: bool = True):
     values = {"CHUNK": 512, "BLOCK": 4096, "EVEN": even}
-    sizes = ("rows", "whole", "columns", "chunks")
+    sizes = dict.fromkeys(("rows", "whole", "columns", "chunks"), "i32")
     types = {
         **dict.fromkeys(("c", "results"), "*bf16"), "progress": "*i32", "epoch": "*i32",
-        "world": "world", **dict.fromkeys(sizes, "i32"), **dict.fromkeys(values, "constexpr"),
+        "world": "world", **sizes, **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
     return "matmul_all_reduce.take_kernel", types, values, {"num_warps": 8}
 
@@ -164,8 +164,7 @@ def _product(
         "PRECISION": "promoted" if promoted else "ieee",
     }  # fmt: skip
     values |= chosen
-    pointer = POINTER[dtype]
-    out = POINTER["bfloat16"] if size == 1 else pointer
+    pointer, out = POINTER[dtype], POINTER["bfloat16" if size == 1 else dtype]
     types = {
         **dict.fromkeys(("a", "b", "own", "gathered"), pointer),
         **dict.fromkeys(("c", "bias", "partials", "outgoing", "results"), out),
