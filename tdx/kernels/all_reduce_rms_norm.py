@@ -222,10 +222,6 @@ class AllReduceRmsNorm(Plan):
             self._run(handle, *ops)
         return (result, second) if self._has_residual else result
 
-    def fresh_residual(self) -> Array:
-        """As fresh_result, for residual_out."""
-        return self.fresh_result(self._residuals)
-
     def _begin(
         self, stream: Any, x: Any, weight: Any, out: Any, residual_out: Any, bias: Any,
         residual: Any,
@@ -352,7 +348,7 @@ def all_reduce_rms_norm(
         if known is not None:
             out = known.fresh_result() if out is None else out
             if residual is not None and residual_out is None:
-                residual_out = known.fresh_residual()
+                residual_out = known.fresh_result(known._residuals)
             return known(x, weight, out, residual_out, stream, bias=bias, residual=residual)
     call = Call("all_reduce_rms_norm", x, weight, out, residual_out, team=team, stream=stream)
     with call:
