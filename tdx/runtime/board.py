@@ -145,7 +145,7 @@ class CallBoard:
         """
         seen = {rank: dict(self._read(rank)) for rank in ranks}
         refused = {rank: self._entry(rank, _ENTRIES) for rank in ranks}
-        for r, q in permutations(ranks, 2):
+        for r, q in permutations(ranks, 2):  # first, since it says why they went other ways
             mine = refused[r]
             if (said := refused[q]) and _stands(said, seen[r], seen[q]) and not _same(said, mine):
                 key, table = said[0], {}
@@ -155,6 +155,7 @@ class CallBoard:
                     elif key in entries:
                         table[rank] = f"call {entries[key].calls} of {entries[key].text}"
                 return table
+        for r, q in permutations(ranks, 2):
             shared = seen[r].keys() & seen[q].keys()
             lacking = [key for key in shared if _ahead(seen[r][key].calls, seen[q][key].calls)]
             for key in sorted(lacking, key=lambda key: seen[r][key].place):
