@@ -45,7 +45,12 @@ from tdx.kernels.low_latency import LowLatency
 from tdx.kernels.operand import Operand, byte_units, elements, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import ALIGNMENT, Push, aligned, check_overlap
-from tdx.kernels.select import block_bytes, check_low_latency, gather_algorithm
+from tdx.kernels.select import (
+    STAGING_BYTES,
+    block_bytes,
+    check_low_latency,
+    gather_algorithm,
+)
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.checks import check_int
@@ -170,9 +175,10 @@ class AllGather(Plan):
                 )
             self._nbytes = elements(self.shape) * self.dtype.itemsize
             ranks = self.group.size
-            self.algorithm = algorithm or gather_algorithm(
-                world.backend, self._nbytes, ranks, buffer
-            )
+            usual = gather_algorithm(world.backend, self._nbytes, ranks, buffer)
+            if usual == "pull" and 2 * self._nbytes > STAGING_BYTES:  # its slots hold all of it
+                usual = "push"
+            self.algorithm = algorithm or usual
             if self.algorithm == "low_latency" and not progress:
                 check_low_latency("all_gather", self._nbytes, ranks)
             self.out_shape = (self.group.size * self.shape[0], *self.shape[1:])
@@ -180,7 +186,7 @@ class AllGather(Plan):
             self.gathering: Gathering | None = None
             shared.update(
                 shape=self.shape, dtype=self.dtype, progress=progress,
-                chunks_per_rank=chunks, algorithm=self.algorithm,
+                chunks_per_rank=chunks, given_algorithm=algorithm, algorithm=self.algorithm,
             )  # fmt: skip
         with self.preparation():
             if progress:

@@ -30,13 +30,14 @@ from typing import Any
 import numpy as np
 
 import tdx.language as tdl
-from tdx.kernels.call import Call, known_plan
+from tdx.kernels.call import Call
 from tdx.kernels.chunk_product import bind_chunks
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
 from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_of
 from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import Operand, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
 from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
 from tdx.kernels.split_matmul import split_memory

@@ -56,6 +56,7 @@ from tdx.kernels.select import (
 )
 from tdx.kernels.two_shot import Run, bind_low_latency_two_shot, bind_two_shot
 from tdx.runtime import dtypes
+from tdx.runtime.checks import check_flag
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -70,11 +71,8 @@ class Config(ReductionConfig):
     """How an all-reduce runs, by one of `algorithms`: see ReductionConfig."""
 
     algorithms: ClassVar[tuple[str, ...]] = (
-        "low_latency",
-        "low_latency_two_shot",
-        "one_shot",
-        "two_shot",
-    )
+        "low_latency", "low_latency_two_shot", "one_shot", "two_shot",
+    )  # fmt: skip
 
 
 @triton.jit
@@ -177,7 +175,7 @@ class AllReduce(Plan):
         Of the result: the input's, or for floats another float type (of float64 none of 8 bits).
     bias, residual : bool
         Whether calls pass a vector of the last axis' length, or an array of the input's shape,
-        to be added after the reduction. Floats only.
+        of the input's dtype, to be added after the reduction. Floats only.
     algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
     config : Config, optional
         Overrides the choice altogether.
@@ -211,12 +209,14 @@ class AllReduce(Plan):
             self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
             self.result = (self.shape, self.out_dtype)
             self.op = op
-            self._has_bias, self._has_residual = bias, residual
+            self._has_bias = bias = check_flag(self.operation, "bias", bias)
+            self._has_residual = residual = check_flag(self.operation, "residual", residual)
             self._numel = elements(self.shape)
             self._columns = self.shape[-1] if self.shape else 1
             adds = bias or residual
             check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch, adds)
             Config.check(config, self.operation, algorithm)
+            given = algorithm
             travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
             self.config = config or choose(
                 world.backend, self._numel, self.dtype, travels, self.group.size, algorithm
@@ -227,7 +227,7 @@ class AllReduce(Plan):
                 check_low_latency(self.operation, nbytes, self.group.size, kinds, algorithm)
             shared.update(
                 shape=self.shape, dtype=self.dtype, op=op, out_dtype=self.out_dtype, bias=bias,
-                residual=residual, config=self.config,
+                residual=residual, given_algorithm=given, config=self.config,
             )  # fmt: skip
         with self.preparation():
             self._build(buffer)
@@ -263,14 +263,10 @@ class AllReduce(Plan):
         The buffer is overwritten by the next call. `out` may be `x`. The result is valid after
         the stream was waited for by a call that raises faults (synchronize, numpy, check).
         """
-        same = self.again(stream, x, out) if bias is None and residual is None else None
-        if same is None:
-            handle, op, to, vector, whole = self._begin(stream, x, out, bias, residual)
-        else:
-            handle, op, to = same
-            vector = whole = op  # stand in for what there is not
+        known = self.again_adding(stream, x, out, bias, residual)
+        handle, *operands = known or self._begin(stream, x, out, bias, residual)
         if self._numel:
-            (self._run_direct if out is None else self._run)(handle, op, to, vector, whole)
+            (self._run_direct if out is None else self._run)(handle, *operands)
         return self._out if out is None else out
 
     def _begin(self, stream: Any, x: Any, out: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
@@ -294,7 +290,10 @@ class AllReduce(Plan):
                     check_apart("all_reduce", to, whole)
             if bias is None and residual is None:
                 return *self.begin_checked(stream, op, to), op, op
-            return self.begin(stream, op, to, vector, whole), op, to, vector, whole
+            handle = self.begin(stream, op, to, vector, whole)
+            added = (None if bias is None else vector, None if residual is None else whole)
+            self.note_adding(op, to, *added)
+            return handle, op, to, vector, whole
         except Exception as error:
             self.refuse(error)
             raise
@@ -380,7 +379,8 @@ def all_reduce(
     out_dtype, optional
         Type of the result: for floats any float type, of float64 none of 8 bits.
     bias, residual : arrays, optional
-        (x.shape[-1],) and x.shape: added after the reduction, before the one rounding.
+        (x.shape[-1],) and x.shape, of the dtype of x: added after the reduction, before the one
+        rounding.
     algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
     team : Team, optional
     stream : optional

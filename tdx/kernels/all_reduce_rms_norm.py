@@ -29,10 +29,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tdx.kernels.call import Call, known_plan
+from tdx.kernels.call import Call
 from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import Operand, check_apart, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig
 from tdx.kernels.results import Results

@@ -79,7 +79,10 @@ class AllToAll(Plan):
             )
             if self.algorithm == "low_latency":
                 check_low_latency("all_to_all", self._nbytes, ranks)
-            shared.update(shape=self.shape, dtype=self.dtype, algorithm=self.algorithm)
+            shared.update(
+                shape=self.shape, dtype=self.dtype, given_algorithm=algorithm,
+                algorithm=self.algorithm,
+            )  # fmt: skip
         with self.preparation():
             kind = LowLatency if self.algorithm == "low_latency" else Push
             self._movement = kind(self, self._nbytes, each=True)

@@ -15,8 +15,9 @@ from typing import Any
 import triton
 
 import tdx.language as tdl
-from tdx.kernels.call import cached, world_of
-from tdx.kernels.plan import Plan
+from tdx.kernels.call import world_of
+from tdx.kernels.plan import Plan, group_of
+from tdx.kernels.plan_cache import cached
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
@@ -58,5 +59,5 @@ def barrier(team: Group | None = None, stream: Any = None) -> None:
     Raises a pending fault, CollectiveMismatch.
     """
     world = world_of()
-    group = world.group(team)
+    group = group_of(world, team, "barrier")
     cached(world, group, Barrier, stream=stream)(stream)

@@ -244,8 +244,9 @@ class Broadcast(Plan):
             if self.algorithm == "low_latency":
                 check_low_latency("broadcast", self._nbytes, ranks)
             shared.update(
-                shape=self.shape, dtype=self.dtype, root=self.root, algorithm=self.algorithm
-            )
+                shape=self.shape, dtype=self.dtype, root=self.root, given_algorithm=algorithm,
+                algorithm=self.algorithm,
+            )  # fmt: skip
         with self.preparation():
             self._kernels: dict[Any, Callable[..., None]] = {}
             if self.algorithm == "low_latency":

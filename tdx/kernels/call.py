@@ -8,8 +8,7 @@ copied to the device first and results copied back: convenient, and as slow as t
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,7 +16,8 @@ import numpy as np
 
 from tdx.interop import owner_of
 from tdx.kernels.operand import Operand, check_device, check_output, enter, operand
-from tdx.kernels.plan import Plan, post_refusal
+from tdx.kernels.plan import Plan, group_of, post_refusal
+from tdx.kernels.plan_cache import are_arrays, cached, known_by, plan_for
 from tdx.runtime import dlpack
 from tdx.runtime.array import Array
 from tdx.runtime.errors import Closed, InvalidArgument, TdxError
@@ -26,100 +26,26 @@ from tdx.runtime.init import current_world
 from tdx.runtime.stream import DEFAULT_STREAM, after, before_which, stream_handle
 from tdx.runtime.world import World
 
-__all__ = [
-    "Call", "cached", "check_key", "check_recording", "known_plan", "one_line", "remembered",
-    "world_of",
-]  # fmt: skip
+__all__ = ["Call", "one_line", "world_of"]
 
-_REMEMBERED = 64  # plans kept for each group of ranks
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _HOST_MEMORY = (dlpack.CPU, dlpack.CUDA_HOST, dlpack.ROCM_HOST)
 
 P = TypeVar("P", bound=Plan)
-T = TypeVar("T")
 
 
 def world_of(*arrays: Any) -> World:
     """The world of the tdx arrays among the arguments, else the one that is open."""
+    closed = None
     for x in arrays:
         if type(x) is Array:
-            return x.world
-    world = current_world()
+            if not x.world.closed:
+                return x.world
+            closed = x.world  # that array is refused
+    world = current_world() or closed
     if world is None:
         raise Closed("no world is open; call tdx.init() first")
     return world
-
-
-def remembered(world: World, group: Any, key: Any, make: Callable[[], T]) -> T:
-    """What `make` made for `key` before, or makes now; the last few of each group are kept."""
-    known: OrderedDict[Any, Any] = world.plans.setdefault(group, OrderedDict())
-    made = known.get(key)
-    if made is None:
-        del known  # making room for a plan gives up all others of the group
-        made = make()
-        known = world.plans.setdefault(group, OrderedDict())
-        known[key] = made
-        if len(known) > _REMEMBERED:
-            known.popitem(last=False)
-    else:
-        known.move_to_end(key)
-    return made
-
-
-def check_key(operation: str, key: Any, options: Callable[[], Mapping[str, Any]]) -> None:
-    """Raise InvalidArgument if an option in `key` cannot be part of one, such as a list."""
-    try:
-        hash(key)
-    except TypeError:
-        for name, value in options().items():
-            try:
-                hash(value)
-            except TypeError:
-                raise InvalidArgument(
-                    f"{operation}: {name}={value!r} is a {type(value).__name__}, which no option "
-                    "takes"
-                ) from None
-        raise
-
-
-def check_recording(world: World, operation: str, stream: Any) -> None:
-    """Raise InvalidArgument if another library records `stream`: nothing can be loaded then.
-
-    None: the current stream. Raises a pending fault, or Closed, first: then the stream may be gone.
-    """
-    world.check()
-    handle = world.driver.current_stream() if stream is None else stream_handle(stream)
-    if world.driver.recorded_elsewhere(handle):
-        raise InvalidArgument(
-            f"{operation} would load a kernel while another library records a graph of the "
-            "stream; call it once before, with the same shapes"
-        )
-
-
-def cached(
-    world: World, group: Group, kind: type[P], *args: Any, stream: Any = None, **options: Any
-) -> P:
-    """The plan `kind(world, *args, **options)`, made on first use, alike on every rank.
-
-    `stream`: where it will be called. None is made while another library records that.
-    """
-    key = (kind, *args, *options.values())
-
-    def named() -> dict[str, Any]:
-        names = kind.__init__.__code__.co_varnames[2:]  # behind self and world
-        return dict(zip(names, args, strict=False)) | options
-
-    check_key(kind.operation, key, named)
-
-    def make() -> P:
-        try:
-            check_recording(world, kind.operation, stream)
-        except InvalidArgument as error:
-            post_refusal(world, group, kind.operation, error)
-            raise
-        return kind(world, *args, team=group, **options)
-
-    return remembered(world, group.index, key, make)
 
 
 def one_line(
@@ -134,11 +60,10 @@ def one_line(
     if type(x) is Array:
         plan, op = None, x.operand
         fit = (out is None or type(out) is Array) and (
-            not operands or _are_arrays(operands.values())
+            not operands or are_arrays(operands.values())
         )
         if fit and op is not None and not op.block.freed:
-            key = (kind, x.shape, x.dtype, *options.values(), False)
-            plan = _plan_for(x.world, team, key)
+            plan = plan_for(x.world, team, known_by(kind, (x.shape, x.dtype), options, False))
         if plan is not None:
             out = plan.fresh_result() if out is None else out
             return plan(x, out, stream, **operands) if operands else plan(x, out, stream)
@@ -172,9 +97,9 @@ def _straight(
         return None
     try:
         source = operand(world, framework.describe(x), "x")
-        if _are_arrays(operands.values()):
-            key = (kind, source.shape, source.dtype, *options.values(), False)
-            plan = _plan_for(world, team, key)
+        if are_arrays(operands.values()):
+            key = known_by(kind, (source.shape, source.dtype), options, False)
+            plan = plan_for(world, team, key)
         if plan is None or not source.contiguous:
             return None
         result = framework.empty(*plan.result, x) if out is None else out
@@ -192,39 +117,6 @@ def _straight(
         stream = home
     plan(source, to, stream, **operands)
     return result
-
-
-def known_plan(
-    kind: type[P], team: Group | None, args: tuple[Any, ...], options: Mapping[str, Any], x: Array,
-    *others: Any,
-) -> P | None:  # fmt: skip
-    """The plan `kind(world, *args, **options)` that there is for tdx arrays, or None.
-
-    None also if `others`, where there are any, are anything else: a Call finds out what is wrong.
-    """
-    op = x.operand
-    if op is None or op.block.freed or not _are_arrays(others):
-        return None
-    return _plan_for(x.world, team, (kind, *args, *options.values(), False))
-
-
-def _are_arrays(given: Iterable[Any]) -> bool:
-    """Whether all that there is are tdx arrays."""
-    for x in given:  # noqa: SIM110  # all() takes twice as long
-        if x is not None and type(x) is not Array:
-            return False
-    return True
-
-
-def _plan_for(world: World, team: Group | None, key: tuple[Any, ...]) -> Any:
-    """The plan of this key, see cached; None: there is none yet."""
-    plans = world.plans.get(0 if team is None else world.group(team).index)
-    try:
-        plan = plans[key]
-    except (KeyError, TypeError):  # also without any plans; the other way finds out what is wrong
-        return None
-    plans.move_to_end(key)
-    return plan
 
 
 class Call:
@@ -246,7 +138,7 @@ class Call:
         self, operation: str, like: Any, *others: Any, team: Group | None = None, stream: Any = None
     ):
         self.world = world_of(like, *others)
-        self.group = self.world.group(team)
+        self.group = group_of(self.world, team, operation)
         self.operation = operation
         self._like = like
         self._framework = None if isinstance(like, Array) else owner_of(like)
@@ -263,14 +155,25 @@ class Call:
 
     def __enter__(self) -> Call:
         """The body of the function: peers are told when this rank refuses its arguments."""
-        if self._framework is None and not isinstance(self._like, Array):
-            error = InvalidArgument(
-                f"{self.operation}: expected a tdx array, a NumPy array or a DLPack producer, "
-                f"got {type(self._like).__name__}; for numbers and sequences pass np.asarray(x)"
-            )
+        try:
+            if self._framework is None and not isinstance(self._like, Array):
+                raise InvalidArgument(
+                    f"{self.operation}: expected a tdx array, a NumPy array or a DLPack producer, "
+                    f"got {type(self._like).__name__}; for numbers and sequences pass np.asarray(x)"
+                )
+            self.check_recording()
+        except InvalidArgument as error:
             post_refusal(self.world, self.group, self.operation, error)
-            raise error
+            raise
         return self
+
+    def check_recording(self) -> None:
+        """Raise InvalidArgument if a graph is recorded, and the call would wait for its result."""
+        if self._waits and self.world.recording is not None:
+            raise InvalidArgument(
+                f"{self.operation}: with an array of {self._framework.name} the call would wait "
+                "for its result, which a graph cannot; make a tdx array before, by world.array(x)"
+            )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
@@ -318,7 +221,7 @@ class Call:
         """`operand`, or None for None."""
         return None if x is None else self.operand(x, what)
 
-    def target(self, out: Any, shape: Sequence[int], dtype: np.dtype) -> Any:
+    def target(self, out: Any, shape: Sequence[int], dtype: np.dtype, what: str = "out") -> Any:
         """Where a plan writes a result: `out`, or fresh memory."""
         shape = tuple(shape)
         if out is None:
@@ -331,10 +234,10 @@ class Call:
             return out
         if self.world.backend != "host" and isinstance(out, np.ndarray):
             if not out.flags.writeable:
-                raise InvalidArgument("out is read-only; pass a writable array")
+                raise InvalidArgument(f"{what} is read-only; pass a writable array")
             if out.shape != shape or out.dtype != dtype:
                 raise InvalidArgument(
-                    f"out must have shape {shape} and dtype {dtype}, got {out.shape} {out.dtype}"
+                    f"{what} must have shape {shape} and dtype {dtype}, got {out.shape} {out.dtype}"
                 )
             staging = self.world.local(shape, dtype, self.operation)
             self._copies[id(staging)] = out

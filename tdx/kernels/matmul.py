@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.call import Call, check_key, check_recording, remembered
+from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, check_apart, check_output, enter, flattened, operand
+from tdx.kernels.plan_cache import check_key, check_recording, remembered
 from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for, given_operand
 from tdx.kernels.split_matmul import split_kernel, split_memory
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product

@@ -23,7 +23,14 @@ import triton
 
 import tdx.language as tdl
 from tdx.kernels.call import Call
-from tdx.kernels.operand import Operand, check_operand, check_output, enter, operand
+from tdx.kernels.operand import (
+    Operand,
+    check_operand,
+    check_output,
+    enter,
+    operand,
+    overlap,
+)
 from tdx.runtime.array import Array
 from tdx.runtime.checks import as_int
 from tdx.runtime.errors import DtypeError, InvalidArgument
@@ -66,12 +73,14 @@ def put(
     Raises InvalidArgument (also for a view made by `peer()`), DtypeError, and a pending fault.
     """
     call = Call("put", src, dst, signal, stream=stream)
+    call.check_recording()
     world = call.world
     world.check()
     to = _own(world, dst, "dst")
     peer = world.check_rank(peer, f"{call.operation}: peer")
     word, value = (None, 0) if signal is None else _signal(world, signal, value)
     source = check_operand(call.operand(src, "src"), to.shape, to.dtype, "src")
+    _check_apart(call, peer, to, source)
     _copy(call, _address(dst, peer), source.address, dst.nbytes, source, to)
     if word is not None:
         with world.on(_begin(call, word)):
@@ -100,13 +109,14 @@ def get(dst: Any, src: Any, peer: int, stream: Any = None) -> None:
     Raises InvalidArgument (also for a view made by `peer()`), DtypeError, and a pending fault.
     """
     call = Call("get", dst, src, stream=stream)
+    call.check_recording()
     world = call.world
     world.check()
     source = _own(world, src, "src")
     peer = world.check_rank(peer, f"{call.operation}: peer")
-    call.operand(dst, "dst")  # tells where it is, and whether it has to be staged
-    target = call.target(dst, source.shape, source.dtype)
-    to = check_output(world, target, source.shape, source.dtype)
+    target = call.target(dst, source.shape, source.dtype, "dst")
+    to = check_output(world, target, source.shape, source.dtype, "dst")
+    _check_apart(call, peer, to, source)
     _copy(call, to.address, _address(src, peer), src.nbytes, to, source)
     call.finish(target)
 
@@ -129,6 +139,13 @@ def _own(world: World, x: Any, what: str) -> Operand:
 
 def _address(x: Array, peer: int) -> int:
     return x.peer(peer)._address
+
+
+def _check_apart(call: Call, peer: int, to: Operand, source: Operand) -> None:
+    if peer == call.world.rank and overlap(to, source):
+        raise InvalidArgument(
+            f"{call.operation}: dst and src of the own rank overlap; pass a copy of src"
+        )
 
 
 def _signal(world: World, signal: Any, value: Any) -> tuple[Operand, int]:

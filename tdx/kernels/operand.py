@@ -139,7 +139,8 @@ def operand(world: World, x: Any, what: str) -> Operand:
         if known is not None and x.world is world and not known.block.freed:
             return known
         if x.world is not world:
-            raise InvalidArgument(f"{what} belongs to another world than the plan")
+            which = "a world that was closed" if x.world.closed else "another world"
+            raise InvalidArgument(f"{what} belongs to {which}; pass an array of {world!r}")
         if x.owner_rank != world.rank:
             raise InvalidArgument(f"{what} is a peer's array; pass the own one")
         block, dtype = x._block, x.dtype
@@ -224,13 +225,15 @@ def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: st
     return op
 
 
-def check_output(world: World, out: Any, shape: tuple[int, ...], dtype: np.dtype) -> Operand:
+def check_output(
+    world: World, out: Any, shape: tuple[int, ...], dtype: np.dtype, what: str = "out"
+) -> Operand:
     """`out` as an operand that can be written to."""
-    op = operand(world, out, "out")
+    op = operand(world, out, what)
     if op.shape != shape or op.dtype is not dtype or not op.contiguous:
-        check_operand(op, shape, dtype, "out")
+        check_operand(op, shape, dtype, what)
     if not op.writable:
-        raise InvalidArgument("out is read-only; pass a writable array")
+        raise InvalidArgument(f"{what} is read-only; pass a writable array")
     return op
 
 

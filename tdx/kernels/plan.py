@@ -44,7 +44,7 @@ from tdx.runtime.errors import (
     Unsupported,
 )
 from tdx.runtime.graph import hold
-from tdx.runtime.group import Group
+from tdx.runtime.group import Group, Outsider
 from tdx.runtime.signals import Channel, Site, make_channel
 from tdx.runtime.stream import (
     DEFAULT_STREAM,
@@ -59,7 +59,7 @@ from tdx.runtime.world import World
 if TYPE_CHECKING:
     from tdx.runtime.graph import Graph
 
-__all__ = ["Plan", "check_algorithm", "plain_shape", "post_refusal"]
+__all__ = ["Plan", "check_algorithm", "group_of", "plain_shape", "post_refusal"]
 
 # raised by one rank on its own, as are errors that are not tdx's
 _REFUSALS = (InvalidArgument, DtypeError, Unsupported, Closed, DriverError, HeapExhausted)
@@ -97,7 +97,7 @@ class Plan(Repeating):
         other ranks raise CollectiveMismatch at once.
         """
         world.check()
-        self.world, self.group = world, world.group(team)
+        self.world, self.group = world, group_of(world, team, self.operation)
         self._memory: list[Block] = []  # what its kernels use besides operands
         self._shown: list[Operand] = []  # buffers that users see and every call overwrites
         self._stream = NOWHERE  # of the last call
@@ -124,6 +124,11 @@ class Plan(Repeating):
             yield
             self.world.synchronize()
         channels.barrier(f"{self.call} is ready", self.group.ranks)
+
+    @staticmethod
+    def usual_result(dtype: np.dtype) -> np.dtype:
+        """The type of results for inputs of `dtype`, unless another is asked for."""
+        return dtype
 
     # ---- for the preparation
     def workspace(
@@ -291,6 +296,16 @@ def posting_refusals(world: World, group: Group, operation: str) -> Iterator[Non
         yield
     except Exception as error:
         post_refusal(world, group, operation, error)
+        raise
+
+
+def group_of(world: World, team: Group | None, operation: str) -> Group:
+    """The group for a `team=` argument; the world's ranks are told of one that is none."""
+    try:
+        return world.group(team)
+    except InvalidArgument as error:
+        if not isinstance(team, Outsider):  # which none of the members waits for
+            post_refusal(world, world, operation, error)
         raise
 
 

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tdx.kernels.call import Call, remembered
+from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, operand
+from tdx.kernels.plan_cache import remembered
 from tdx.kernels.select import constants
 from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
 from tdx.runtime import dtypes

@@ -25,11 +25,9 @@ from tdx.kernels.all_reduce import bind_one_hop
 from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.pushing import check_overlap
-from tdx.kernels.reduction import (
-    ReductionConfig,
-    check_types,
-)
+from tdx.kernels.reduction import ReductionConfig, check_types
 from tdx.kernels.select import (
     cheapest,
     check_low_latency,
@@ -39,6 +37,7 @@ from tdx.kernels.select import (
 )
 from tdx.kernels.two_shot import bind_two_shot
 from tdx.runtime import dtypes
+from tdx.runtime.array import Array
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -76,6 +75,11 @@ class Reduce(Plan):
     buffer : bool
         Whether the root has a result buffer, for calls without `out`.
 
+    Attributes
+    ----------
+    here : bool
+        Whether this rank is the root.
+
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
     """
 
@@ -99,6 +103,7 @@ class Reduce(Plan):
             self.shape = plain_shape(shape)
             self.dtype = dtypes.resolve(dtype)
             self.out_dtype = self.dtype if out_dtype is None else dtypes.resolve(out_dtype)
+            self.result = (self.shape, self.out_dtype)
             self.op, self.root = op, self.group.check_rank(root, f"{self.operation}: root")
             check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch)
             ranks = self.group.size
@@ -110,9 +115,9 @@ class Reduce(Plan):
                 check_low_latency("reduce", nbytes, ranks, (self.dtype,))
             shared.update(
                 shape=self.shape, dtype=self.dtype, root=self.root, op=op, out_dtype=self.out_dtype,
-                config=self.config,
+                given_algorithm=algorithm, config=self.config,
             )  # fmt: skip
-        self._here = self.group.rank == self.root
+        self.here = self.group.rank == self.root
         with self.preparation():
             named = {"OP": op, "HAS_BIAS": False, "HAS_RESIDUAL": False}
             kinds = (self.dtype, self.out_dtype)
@@ -123,7 +128,7 @@ class Reduce(Plan):
                     self, self.config, self.shape, kinds, named, root=self.root
                 )
             # elsewhere low_latency leaves the result in a buffer that nobody sees
-            wanted = buffer if self._here else self.config.algorithm == "low_latency"
+            wanted = buffer if self.here else self.config.algorithm == "low_latency"
             self._out = self.result_buffer(self.shape, self.out_dtype, wanted)
 
     def _choose(self, algorithm: str | None) -> Config:
@@ -146,19 +151,21 @@ class Reduce(Plan):
         overwrites. `out` may be `x`; other ranks pass None. The result is valid after the stream
         was waited for by a call that raises faults.
         """
-        handle, op, to = self.again(stream, x, out) or self._begin(stream, x, out)
+        writes = self.here or self._out is not None
+        known = self.again(stream, x, out if writes or out is not None else x)
+        handle, op, to = known or self._begin(stream, x, out)
         if self._numel:
             self._run(handle, op, to, op, op)
-        if not self._here:
+        if not self.here:
             return None
         return self._out if out is None else out
 
     def _begin(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand]:
         try:
             op = self.input(x, self.shape, self.dtype)
-            if not self._here and out is not None:
+            if not self.here and out is not None:
                 raise InvalidArgument(f"reduce: out= is for the root, rank {self.root}; pass None")
-            if self._here or self._out is not None:
+            if self.here or self._out is not None:
                 to = self.output(out, self._out, self.shape, self.out_dtype)
                 sizes = (self._numel * self.dtype.itemsize, self._numel * self.out_dtype.itemsize)
                 check_overlap("reduce", op, to, 0 if sizes[0] == sizes[1] else None, sizes)
@@ -204,14 +211,16 @@ def reduce(
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
+    options = {"root": root, "op": op, "out_dtype": out_dtype, "algorithm": algorithm}
+    if type(x) is Array and (out is None or type(out) is Array):
+        plan = known_plan(Reduce, team, (x.shape, x.dtype), options, x)
+        if plan is not None:
+            return plan(x, plan.fresh_result() if out is None and plan.here else out, stream)
     call = Call("reduce", x, out, team=team, stream=stream)
     with call:
         source = call.operand(x, "x")
-        plan = call.plan(
-            Reduce, source.shape, source.dtype, root, op, out_dtype=out_dtype, algorithm=algorithm
-        )
-        here = call.group.rank == root
-        target = call.target(out, plan.shape, plan.out_dtype) if here else out
+        plan = call.plan(Reduce, source.shape, source.dtype, **options)
+        target = call.target(out, *plan.result) if plan.here else out
         plan(source, target, stream=call.stream)
     result = call.finish(target)
-    return result if here else None
+    return result if plan.here else None

@@ -207,7 +207,7 @@ class ReduceScatter(Plan):
                 check_low_latency("reduce_scatter", nbytes, self.group.size, (self.dtype,))
             shared.update(
                 shape=self.shape, dtype=self.dtype, op=op, out_dtype=self.out_dtype,
-                config=self.config,
+                given_algorithm=algorithm, config=self.config,
             )  # fmt: skip
         with self.preparation():
             self._run = self._bind()

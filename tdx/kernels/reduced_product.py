@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
-from tdx.kernels.call import Call, known_plan
+from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, check_apart, elements, flattened, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
 from tdx.kernels.tiles import check_config
 from tdx.runtime import dtypes

@@ -70,7 +70,9 @@ class ReductionConfig:
         if config is None:
             return
         if not isinstance(config, cls):
-            raise InvalidArgument(f"config must be a Config of {operation}, got {config!r}")
+            raise InvalidArgument(
+                f"{operation}: config={config!r} must be a {cls.__module__}.Config"
+            )
         if algorithm not in (None, config.algorithm):
             raise InvalidArgument(
                 f"{operation}: algorithm={algorithm!r} beside a config of "
@@ -107,7 +109,7 @@ def check_types(
     `adds`: bias or residual follow.
     """
     if op not in OPERATIONS:
-        raise InvalidArgument(f"op={op!r} is not one of {', '.join(OPERATIONS)}")
+        raise InvalidArgument(f"{operation}: op={op!r} is not one of {', '.join(OPERATIONS)}")
     if dtype.name in ("int32", "int64"):
         if op == "avg":
             raise Unsupported(f"{operation}: op='avg' of integers is not offered; use op='sum'")
@@ -121,7 +123,9 @@ def check_types(
             "float8_e4m3fn, float8_e5m2, int32 and int64"
         )
     elif not dtypes.is_float(out):
-        raise DtypeError(f"{operation} of {dtype}: out_dtype {out} must be a float type")
+        raise DtypeError(
+            f"{operation} of {dtype}: out_dtype {out} must be a float type, such as {dtype}"
+        )
     elif dtype.itemsize == 8 and out.itemsize == 1:  # no GPU rounds once from one to the other
         raise DtypeError(
             f"{operation} of {dtype}: out_dtype {out} is for inputs of at most 32 bits; pass "

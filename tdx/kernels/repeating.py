@@ -38,11 +38,14 @@ class Repeating:
         """As Plan has it."""
         raise NotImplementedError
 
-    def again(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand] | None:
+    def again(
+        self, stream: Any, x: Any, out: Any, above: int = 1
+    ) -> tuple[int, Operand, Operand] | None:
         """Start a call that is like one before: (handle of the stream, operands of x and out).
 
-        Of arrays with which `begin_checked` began one, and on the same stream: all that begin
-        would do has been done. None if anything differs, or may: then all is to be looked at.
+        `above`: how many frames up the plan is called. Of arrays with which `begin_checked` began
+        one, and on the same stream: all that begin would do has been done. None if anything
+        differs, or may: then all is to be looked at.
         """
         result = self._out if out is None else out
         if type(x) is not Array or type(result) is not Array:
@@ -59,7 +62,7 @@ class Repeating:
         here = [handle]
         if op.block.last != here or to.block.last != here:  # as that of freed memory never is
             return None
-        self._count(3)
+        self._count(2 + above)
         return handle, op, to
 
     def begin_checked(self, stream: Any, op: Operand, to: Operand) -> tuple[int, Operand, Operand]:
@@ -70,7 +73,7 @@ class Repeating:
         return handle, op, to
 
     def again_with(
-        self, stream: Any, at: Any, *others: Any
+        self, stream: Any, at: Any, *others: Any, above: int = 1
     ) -> tuple[int, list[Operand | None], Any] | None:
         """As again, of arrays noted at the first; None stands for what there is not.
 
@@ -81,11 +84,36 @@ class Repeating:
             return None
         for plan, known, more in at.noted:
             if plan == self._number and (ops := _same(others, known)) is not None:
-                handle = self._goes_on(stream, [at, *ops])
+                handle = self._goes_on(stream, [at, *ops], above)
                 return None if handle is None else (handle, [at, *ops], more)
         return None
 
-    def _goes_on(self, stream: Any, ops: Sequence[Any]) -> int | None:
+    def again_adding(
+        self, stream: Any, x: Any, out: Any, bias: Any, residual: Any
+    ) -> tuple[Any, ...] | None:
+        """As again, with what is added to the result: (handle, operands of x, out and of those).
+
+        That of x stands in for what there is not.
+        """
+        if bias is residual is None:
+            same = self.again(stream, x, out, above=2)
+            return same and (*same, same[1], same[1])
+        at, rest = (residual, None) if bias is None else (bias, residual)
+        known = self.again_with(stream, at, x, self._out if out is None else out, rest, above=2)
+        if known is None or known[2] != (bias is None):
+            return None
+        handle, (added, op, to, whole), _ = known
+        return (handle, op, to, op, added) if bias is None else (handle, op, to, added, whole or op)
+
+    def note_adding(
+        self, op: Operand, to: Operand, bias: Operand | None, residual: Operand | None
+    ) -> None:
+        """A call that adds at least one of these was checked and has begun."""
+        at, rest = (residual, None) if bias is None else (bias, residual)
+        assert at is not None
+        self.note(at, (op, to, rest), more=bias is None)
+
+    def _goes_on(self, stream: Any, ops: Sequence[Any], above: int) -> int | None:
         """The handle of `stream`, and the call is counted, if all were last used there."""
         handle = self._undisturbed(stream)
         if handle is None:
@@ -94,7 +122,7 @@ class Repeating:
         for op in ops:
             if op is not None and op.block.last != here:
                 return None
-        self._count(4)
+        self._count(3 + above)
         return handle
 
     def note(self, at: Operand, others: tuple[Operand | None, ...], more: Any = None) -> None:

@@ -102,6 +102,20 @@ def test_refused(boards, entries):
     assert boards[0].divergence((0, 1, 2)) is None  # late
 
 
+@pytest.mark.parametrize("guilty", [0, 1, 2])
+def test_who_refused_goes_on(boards, entries, guilty):
+    """The reason is told, not only what that rank did next."""
+    entries[guilty][0].refuse("InvalidArgument: no")
+    calls(entries, *("b" if rank == guilty else "a" for rank in range(3)))
+    for board in boards:
+        assert board.divergence((0, 1, 2)) == {
+            rank: "refused call 1: InvalidArgument: no"
+            if rank == guilty
+            else "call 1 of all_reduce(4)"
+            for rank in range(3)
+        }
+
+
 def test_all_refused_and_one_is_late(boards, entries):
     for own in entries:
         own[0].refuse("InvalidArgument: no")

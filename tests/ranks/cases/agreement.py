@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -170,3 +171,62 @@ def case_a_late_rank_is_no_mismatch(comm, backend):
         assert caught.value.peer == late
     world.close()
     comm.barrier()
+
+
+@worlds(2, 3)
+def case_the_spelling_of_a_dtype(world):
+    """A plan is known by what was meant: ranks may spell it in turn, and need no new plan."""
+    spelled = [None, "float32", np.float32, np.dtype("float32"), "fp32"]
+    arrays = (world.array(np.ones(5, np.float32)), np.ones(5, np.float32))
+    for function in (tdx.all_reduce, partial(tdx.reduce, root=0)):
+        for turn in range(2 * len(spelled)):
+            for x in arrays:
+                function(x, out_dtype=spelled[(turn + world.rank) % len(spelled)])
+        assert len({id(plan) for plan in world.plans[0].values()}) == 1
+        for turn in range(4):
+            wide = ("float64", np.float64)[(turn + world.rank) % 2]
+            function(arrays[0], out_dtype=wide)
+        assert len(world.plans[0]) == 2
+        world.plans.clear()
+    a, b = (world.zeros((16, 16), "float32", symmetric=False) for _ in range(2))
+    for turn in range(6):
+        given = spelled[(turn + world.rank) % len(spelled)]
+        partial_dtype = ("float32", np.float32)[(turn + world.rank) % 2]
+        tdx.matmul_all_reduce(a, b, out_dtype=given, partial_dtype=partial_dtype)
+    assert len(world.plans[0]) == 1
+    world.barrier()
+
+
+@worlds(2)
+@pytest.mark.parametrize("known", [False, True])
+def case_algorithms_asked_for(world, known):
+    """Ranks that ask for different ones are told, though it is the same one that is taken."""
+    x = world.array(np.ones(5, np.float32))
+    chosen = tdx.AllReduce(world, 5, "float32").config.algorithm
+    with pytest.raises(CollectiveMismatch, match="differ in given_algorithm: "):
+        tdx.AllReduce(world, 5, "float32", algorithm=chosen if world.rank else None)
+    if not known:
+        with pytest.raises(CollectiveMismatch, match="differ in given_algorithm: "):
+            tdx.all_reduce(x, algorithm=chosen if world.rank else None)
+    assert (tdx.all_reduce(x).numpy() == 2).all()
+
+
+@worlds(2)
+def case_a_team_that_is_none(world):
+    """The ranks that wait for a plan to be made hear of it at once."""
+    world.plans.clear()
+    x = np.ones(5, np.float32)
+    a, b = np.ones((4, 4), np.float32), np.ones((4, 4), np.float32)
+    for call in (
+        lambda team: tdx.all_reduce(x, team=team),
+        lambda team: tdx.all_reduce(world.array(x), team=team),
+        lambda team: tdx.reduce(x, 0, team=team),
+        lambda team: tdx.matmul_all_reduce(a, b, team=team),
+        lambda team: tdx.AllGather(world, 5, "float32", team=team),
+        lambda team: tdx.barrier(team=team),
+    ):
+        start = time.monotonic()
+        with pytest.raises(InvalidArgument if world.rank else CollectiveMismatch, match="team='q'"):
+            call("q" if world.rank else None)
+        assert time.monotonic() - start < 5
+        world.barrier()

@@ -11,6 +11,7 @@ import triton.language as tl
 
 import tdx
 import tdx.language as tdl
+from tdx.kernels import all_gather as module
 from tdx.runtime.errors import InvalidArgument
 from tests.helpers.blocks import many_blocks
 from tests.helpers.cases import worlds
@@ -222,3 +223,15 @@ def case_bad_arguments(world):
         with pytest.raises(InvalidArgument, match=words):
             call()
     assert tdx.all_gather(x).shape == (8, 8)
+
+
+@worlds(2)
+def case_large_arrays_pass_through_bounded_slots(world):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "STAGING_BYTES", 1 << 18)
+        for nbytes in (1 << 17, 1 << 19):
+            plan = tdx.AllGather(world, nbytes, "int8", buffer=False)
+            assert plan.algorithm != "pull" or 2 * nbytes <= 1 << 18
+            x, out = np.full(nbytes, world.rank, np.int8), np.empty(2 * nbytes, np.int8)
+            tdx.all_gather(x, out=out)
+            assert (out.reshape(2, -1) == np.arange(2)[:, None]).all()

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -249,3 +250,41 @@ def case_an_operand_that_fails_of_itself(world):
     with pytest.raises(TdxError, match="was donated"):
         tdx.all_reduce(Refusing() if world.rank else good, op="max")
     assert (tdx.all_reduce(3 * good) == 6).all()
+
+
+@isolated
+@worlds(2)
+def case_arrays_of_a_closed_world(comm, backend):
+    """The open world's ranks are told of it, not only the one that has it."""
+    first = tdx.init(comm, backend=backend, timeout_s=5)
+    old = first.zeros(4, "float32")
+    first.close()
+    with pytest.raises(Closed):
+        tdx.all_reduce(old)
+    with tdx.init(comm, backend=backend, timeout_s=5) as world:
+        x = world.zeros(4, "float32")
+        start = time.monotonic()
+        with pytest.raises(
+            CollectiveMismatch if world.rank else InvalidArgument,
+            match="x belongs to a world that was closed",
+        ):
+            tdx.all_reduce(x if world.rank else old)
+        assert time.monotonic() - start < 4
+        world.barrier()
+        for call in (
+            lambda: tdx.all_reduce(x, out=old),
+            lambda: tdx.all_reduce(x, bias=old),
+            lambda: tdx.put(x, old, 0),
+        ):
+            with pytest.raises((InvalidArgument, CollectiveMismatch), match="closed"):
+                call()
+            world.barrier()
+
+
+@worlds(2)
+def case_whether_calls_add_something(world):
+    for given in (np.ones(4), "no", 1, None):
+        for name in ("bias", "residual"):
+            with pytest.raises(InvalidArgument, match=rf"all_reduce: {name}=.* True or False"):
+                tdx.AllReduce(world, (4, 4), "float32", **{name: given})
+    world.barrier()

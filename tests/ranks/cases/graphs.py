@@ -79,6 +79,27 @@ def case_arrays_of_a_graph_are_not_freed(world):
     world.barrier()
 
 
+@worlds(2)
+def case_calls_that_would_wait(world):
+    """With arrays that have no stream: refused before anything is queued."""
+    x, host = world.zeros((8, 8), "float32"), np.ones((8, 8), np.float32)
+    for call in (
+        lambda: tdx.all_reduce(host),
+        lambda: tdx.all_reduce(host.T),
+        lambda: tdx.all_reduce_rms_norm(host, host[0]),
+        lambda: tdx.matmul_all_reduce(host, host),
+        lambda: tdx.put(x, host, 1 - world.rank),
+        lambda: tdx.get(host, x, 1 - world.rank),
+    ):
+        for _ in range(2):
+            call()
+        world.barrier()
+        with pytest.raises(InvalidArgument, match=r"an array of numpy .* by world\.array"):  # noqa: SIM117
+            with tdx.graph(world):
+                call()
+        world.barrier()
+
+
 @worlds(1, 2)
 def case_streams_that_were_closed_since(world):
     """A graph is replayed elsewhere then; where its own branches ran does not matter."""

@@ -168,7 +168,13 @@ def case_bad_arguments(world):
         (InvalidArgument, "32 bits", lambda: tdx.put(x, local, peer, signal=word, value=1.0)),
         (InvalidArgument, "put: peer 2 is outside", lambda: tdx.put(x, local, 2)),
         (InvalidArgument, "get: peer -1 is outside", lambda: tdx.get(local, x, -1)),
-        (InvalidArgument, "read-only", lambda: tdx.get(fixed, x, peer)),
+        (InvalidArgument, "dst is read-only", lambda: tdx.get(fixed, x, peer)),
+        (InvalidArgument, "dst .*shape", lambda: tdx.get(local[1:], x, peer)),
+        (DtypeError, "dst .*float64", lambda: tdx.get(world.zeros((4, 6), "float64"), x, peer)),
+        (InvalidArgument, "put: .* own rank overlap",
+         lambda: tdx.put(x[1:], x[:-1], world.rank)),
+        (InvalidArgument, "get: .* own rank overlap",
+         lambda: tdx.get(x[1:], x[:-1], world.rank)),
         (InvalidArgument, "dst must be", lambda: tdx.get("text", x, peer)),
     ]:  # fmt: skip
         with pytest.raises(error, match=words):

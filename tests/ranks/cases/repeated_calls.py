@@ -59,6 +59,34 @@ def case_the_same_arrays_again(world):
         world.barrier()
 
 
+@worlds(1, 2, 3)
+@pytest.mark.parametrize("names", [("bias",), ("residual",), ("bias", "residual")])
+def case_the_same_bias_and_residual_again(world, names):
+    """Each in turn with others, in place too; and none is taken for the other."""
+    columns = (7,)  # of a vector, a bias fits where a residual does
+    plan = tdx.AllReduce(world, columns, "float32", **dict.fromkeys(names, True))
+    x, out = (world.empty(columns, "float32") for _ in range(2))
+    added = [{name: world.empty(columns, "float32") for name in names} for _ in range(2)]
+    for turn in range(16):
+        given = [values(rank, columns, "float32", turn) for rank in range(world.size)]
+        x.copy_from(given[world.rank])
+        operands = added[turn // 2 % 2]
+        numbers = {name: values(9 + i, columns, "float32", turn) for i, name in enumerate(names)}
+        for name, operand in operands.items():
+            operand.copy_from(numbers[name])
+        to = (None, out, x)[turn // 4 % 3]
+        if turn == 15 and "residual" in names:
+            to = operands["residual"]
+        result = plan(x, to, **operands)
+        assert_same_bits(result.numpy(), reduced(given, **numbers))
+    world.barrier()
+    for name in {"bias", "residual"}.difference(names):
+        swapped = {name: operands[names[0]]}
+        with pytest.raises(InvalidArgument, match="the plan was made with"):
+            plan(x, to, **swapped)
+    world.barrier()
+
+
 @worlds(2)
 def case_what_was_checked_is_checked_again_of_others(world):
     """Arrays change places, are freed, or belong to a call that another plan has checked."""
