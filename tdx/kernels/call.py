@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tdx.interop import owner_of
-from tdx.kernels.operand import Operand, check_device, check_output, enter, operand
+from tdx.kernels.operand import (
+    Operand,
+    check_array,
+    check_device,
+    check_output,
+    enter,
+    operand,
+)
 from tdx.kernels.plan import Plan, group_of, post_refusal
 from tdx.kernels.plan_cache import are_arrays, cached, known_by, plan_for
 from tdx.runtime import dlpack
@@ -235,10 +242,7 @@ class Call:
         if self.world.backend != "host" and isinstance(out, np.ndarray):
             if not out.flags.writeable:
                 raise InvalidArgument(f"{what} is read-only; pass a writable array")
-            if out.shape != shape or out.dtype != dtype:
-                raise InvalidArgument(
-                    f"{what} must have shape {shape} and dtype {dtype}, got {out.shape} {out.dtype}"
-                )
+            check_array(out.shape, out.dtype, out.flags.c_contiguous, shape, dtype, what)
             staging = self.world.local(shape, dtype, self.operation)
             self._copies[id(staging)] = out
             return staging

@@ -28,6 +28,7 @@ __all__ = [
     "Operand",
     "byte_units",
     "check_apart",
+    "check_array",
     "check_operand",
     "check_output",
     "elements",
@@ -214,15 +215,23 @@ def _no_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: str) -> Operand:
     """`op` if it is contiguous and of the given shape and dtype, else an error that says so."""
-    if op.dtype is not dtype and op.dtype != dtype:
-        raise DtypeError(f"{what} has dtype {op.dtype}, expected {dtype}")
-    if op.shape != shape:
-        raise InvalidArgument(f"{what} has shape {op.shape}, expected {shape}")
-    if not op.contiguous:
+    check_array(op.shape, op.dtype, op.contiguous, shape, dtype, what)
+    return op
+
+
+def check_array(
+    given: tuple[int, ...], kind: np.dtype, contiguous: bool, shape: tuple[int, ...],
+    dtype: np.dtype, what: str,
+) -> None:  # fmt: skip
+    """Raise unless an array `given` so is contiguous and of that shape and dtype."""
+    if kind is not dtype and kind != dtype:
+        raise DtypeError(f"{what} has dtype {kind}, expected {dtype}")
+    if given != shape:
+        raise InvalidArgument(f"{what} has shape {given}, expected {shape}")
+    if not contiguous:
         raise InvalidArgument(
             f"{what} of shape {shape} must be contiguous; pass a contiguous array"
         )
-    return op
 
 
 def check_output(

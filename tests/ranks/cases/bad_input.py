@@ -288,3 +288,19 @@ def case_whether_calls_add_something(world):
             with pytest.raises(InvalidArgument, match=rf"all_reduce: {name}=.* True or False"):
                 tdx.AllReduce(world, (4, 4), "float32", **{name: given})
     world.barrier()
+
+
+@worlds(1)
+def case_results_in_host_memory(world):
+    """Refused alike wherever the world runs."""
+    x, fixed = np.ones((4, 6), np.float32), np.zeros((4, 6), np.float32)
+    fixed.flags.writeable = False
+    for error, words, out in [
+        (DtypeError, "out has dtype float64, expected float32", np.zeros((4, 6))),
+        (InvalidArgument, r"out has shape \(24,\), expected \(4, 6\)", np.zeros(24, np.float32)),
+        (InvalidArgument, "out .* contiguous", np.zeros((6, 4), np.float32).T),
+        (InvalidArgument, "out is read-only", fixed),
+    ]:
+        with pytest.raises(error, match=words):
+            tdx.all_reduce(x, out=out)
+    assert (tdx.all_reduce(x, out=np.zeros((4, 6), np.float32)) == 1).all()
