@@ -181,24 +181,25 @@ def started(command: list[str], **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("path", _TUTORIALS, ids=lambda path: path.stem)
 def test_tutorial(path, tmp_path):
-    """Programs of a tutorial, on the ranks that the text says: `tdx run -n N`.
+    """Programs of a tutorial, started as the text says: `tdx run -n N`, or with --keep-going.
 
     One that is followed by an `output` block is meant to fail so; a `printed` block shows lines
     that it prints, where numbers are chance. One that begins with `# name.py` is a module for the
     programs after it. Always on the host tier: what is shown is what it prints.
     """
-    blocks = r"^```(python|output|printed)\n(.*?)^```|^    tdx run -n (\d+)"
-    ranks, done = "2", None
-    for kind, text, number in re.findall(blocks, path.read_text(), re.M | re.S):
-        if number:
-            ranks = number
+    blocks = r"^```(python|output|printed)\n(.*?)^```|^    tdx run (-n \d+(?: --keep-going)?)"
+    words, done = "-n 2", None
+    for kind, text, given in re.findall(blocks, path.read_text(), re.M | re.S):
+        if given:
+            words = given
         elif kind == "python":
             assert done is None or done.returncode == 0, done.stderr
             module = re.match(r"# (\w+\.py)\n", text)
             script = tmp_path / (module[1] if module else "shift.py")
             script.write_text(text)
             if not module:
-                done = run_tdx("run", "-n", ranks, str(script), timeout_s=120, TDX_BACKEND="host")
+                command = ("run", *words.split(), str(script))
+                done = run_tdx(*command, timeout_s=120, TDX_BACKEND="host")
         else:
             assert done is not None
             assert done.returncode == (kind == "output"), done.stderr
