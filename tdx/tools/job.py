@@ -20,17 +20,29 @@ from typing import Any
 
 from tdx.runtime.mpi_files import files_of, remove
 from tdx.tools import rank as protocol
+from tdx.tools.job_ranks import (
+    MAX_LINE,
+    Failure,
+    Rank,
+    exit_code,
+    listed,
+    ranks_named,
+    say,
+    write_all,
+)
 from tdx.tools.processes import adopt_orphans, descendants, end_descendants
 
 __all__ = ["TIMED_OUT", "Job"]
 
 TIMED_OUT = 124  # exit code, as that of timeout(1)
 _FAILED_GRACE_S = 0.3  # for the exit handlers of a rank that failed
+_CAUSE_GRACE_S = 1.0  # between a consequence and the last news of what it is one of
+_INTERRUPT_GRACE_S = 1.0  # for the traceback of a rank that was sent SIGINT
 _LAUNCHER_GRACE_S = 0.5  # between the launcher's end and the last news of its ranks
 _LAUNCHER_END_S = 10.0  # between the end of all ranks and the launcher's, which says why
 _EXIT_GRACE_S = protocol.TERM_GRACE_S + 0.5
-_MAX_LINE = 1 << 20  # longer lines are passed on in pieces
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
+_CONSEQUENCES = ("PeerLost", "PeerTimeout", "CollectiveMismatch")  # errors told of other ranks
 
 
 class Job:
@@ -56,7 +68,11 @@ class Job:
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._exit_code = 0
-        self._ranks: dict[int, _Rank] = {}
+        self._interrupt_code = 0
+        self._is_stopping = False  # ranks were told to say where they are
+        self._are_aborted = False
+        self._consequence: Failure | None = None  # said once it is clear that nothing caused it
+        self._ranks: dict[int, Rank] = {}
         self._end_at: float | None = None  # when the job is ended, whatever still runs
         self._selector = selectors.DefaultSelector()
         self._mpi_files: set[str] = set()  # what killed ranks leave in /dev/shm
@@ -95,6 +111,10 @@ class Job:
                 self._check_complete(launcher_code)
         return self._exit_code
 
+    def interrupt(self, code: int) -> None:
+        """For a signal handler: end the job with this exit code, after the ranks' tracebacks."""
+        self._interrupt_code = code
+
     # ---- what runs while the job does
 
     def _loop(self) -> None:
@@ -103,15 +123,21 @@ class Job:
             for key, _ in self._selector.select(0.05):
                 key.data()
             now = time.monotonic()
-            if self._end_at is None:
+            if self._interrupt_code and not self._is_stopping:
+                self._stop(self._interrupt_code)
+            elif self._end_at is None:
                 if self._timeout_s is not None and now - started > self._timeout_s:
-                    self._time_out()
+                    text = f"not finished after {self._timeout_s:g} s; ending the job"
+                    say(f"{text}, stacks of the ranks:")
+                    self._stop(TIMED_OUT)
                 elif self._launcher.poll() is not None:
                     self._end_at = now + _LAUNCHER_GRACE_S
                 elif self._have_all_ended():
                     self._end_at = now + _LAUNCHER_END_S
-            elif now > self._end_at:
+            elif now > self._end_at and not self._abort_silent():
                 break
+        if self._consequence is not None:
+            self._blame(self._consequence)
 
     def _is_over(self) -> bool:
         ranks = self._ranks.values()
@@ -145,13 +171,13 @@ class Job:
             channel.close()
             return
         mark = f"[{number}] ".encode() if self._prefix else b""
-        rank = self._ranks[number] = _Rank(number, pid, channel, pipes, mark)
+        rank = self._ranks[number] = Rank(number, pid, channel, pipes, mark)
         self._watch(channel, lambda: self._read_status(rank))
         for pipe in pipes:
             os.set_blocking(pipe, False)
             self._watch(pipe, partial(self._pump, rank, pipe))
 
-    def _read_report(self, rank: _Rank, data: bytes) -> None:
+    def _read_report(self, rank: Rank, data: bytes) -> None:
         rank.report += data
         *lines, rank.report = rank.report.split(b"\n")
         for line in lines:
@@ -162,7 +188,7 @@ class Job:
             else:
                 self._fail(rank, fields["code"], fields.get("error"), fields.get("traceback"))
 
-    def _read_status(self, rank: _Rank) -> None:
+    def _read_status(self, rank: Rank) -> None:
         message = rank.channel.recv(protocol.STATUS.size)
         self._selector.unregister(rank.channel)
         rank.has_ended = True
@@ -175,41 +201,66 @@ class Job:
         elif rank.code is None:
             rank.code = 0
 
-    def _fail(self, rank: _Rank, code: int, error: str | None = None, trace: str = "") -> None:
-        """The rank's first bad news: say it, and end the job unless it is to go on."""
+    def _fail(self, rank: Rank, code: int, error: str | None = None, trace: str = "") -> None:
+        """The rank's first bad news: say it, and end the job unless it is to go on.
+
+        An error that tells of other ranks is held back, in case one of them failed before it.
+        """
         if rank.code is not None:
             return
         rank.code = code
         self._note_files()
-        self._exit_code = self._exit_code or (code if code >= 0 else 128 - code)
+        self._exit_code = self._exit_code or exit_code(code)
         self._drain(rank)
-        if self._end_at is not None:  # it fell with the others
-            return
-        rank.err.flush()
-        rank.err.write((trace or "").encode(errors="backslashreplace"))
-        if error:
-            text = f"raised {error}"
-        elif code > 0:
-            text = f"exited with code {code}"
-        else:
-            text = f"was killed by {_signal_name(-code)}"
-        if self._keep_going:
-            _say(f"rank {rank.number} {text}; the other ranks go on")
+        failure = Failure(rank, error, trace or "")
+        if self._is_stopping:
+            failure.show()
+        elif self._end_at is not None and self._consequence is None:
+            pass  # it fell with the others
+        elif self._keep_going:
+            failure.show()
+            say(f"{failure}; the other ranks go on")
             with contextlib.suppress(ProcessLookupError):  # its exit could wait for them
                 os.kill(rank.pid, signal.SIGKILL)
-        else:
-            _say(f"rank {rank.number} {text}; ending the job")
+        elif error not in _CONSEQUENCES:
+            self._consequence = None
+            self._blame(failure)
             self._end_at = time.monotonic() + _FAILED_GRACE_S
+        elif self._consequence is None:
+            self._consequence = failure
+            self._end_at = time.monotonic() + _CAUSE_GRACE_S
 
-    def _time_out(self) -> None:
-        """faulthandler of each rank prints its stacks on SIGABRT."""
-        _say(f"not finished after {self._timeout_s:g} s; ending the job, stacks of the ranks:")
-        self._exit_code = TIMED_OUT
+    def _blame(self, failure: Failure) -> None:
+        failure.show()
+        text = str(failure)
+        done = [n for n, rank in self._ranks.items() if rank.has_ended_well]
+        if done and failure is self._consequence:
+            text = f"{ranks_named(done)} ended with code 0; {text}"
+        if not self._is_stopping:
+            self._exit_code = exit_code(failure.code)
+        say(f"{text}; ending the job")
+
+    def _stop(self, code: int) -> None:
+        """End the job soon: first Python raises KeyboardInterrupt where each rank is."""
+        self._is_stopping = True
+        self._exit_code = code
+        self._end_at = time.monotonic() + _INTERRUPT_GRACE_S
+        self._signal_running(signal.SIGINT)
+
+    def _abort_silent(self) -> bool:
+        """Ranks that are not in Python: faulthandler prints their stacks on SIGABRT."""
+        if not self._is_stopping or self._are_aborted:
+            return False
+        self._are_aborted = True
         self._end_at = time.monotonic() + _FAILED_GRACE_S
-        for rank in self._ranks.values():
-            if rank.code is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.pid, signal.SIGABRT)
+        return self._signal_running(signal.SIGABRT)
+
+    def _signal_running(self, number: int) -> bool:
+        running = [r for r in self._ranks.values() if r.code is None and not r.has_ended_well]
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
+        return bool(running)
 
     def _check_complete(self, launcher_code: int | None) -> None:
         """Ranks without a result where none has failed: the launcher knows why."""
@@ -218,16 +269,16 @@ class Job:
         if not missing and not lost:
             return
         self._exit_code = abs(launcher_code or 1)
-        _write(2, self._launcher_output)
-        what = f"never started: {_list(missing)}" if missing else f"ended early: {_list(lost)}"
-        _say(f"ranks that {what}; {self._command[0]} ended with code {launcher_code}")
+        write_all(2, self._launcher_output)
+        what = f"never started: {listed(missing)}" if missing else f"ended early: {listed(lost)}"
+        say(f"ranks that {what}; {self._command[0]} ended with code {launcher_code}")
 
     # ---- output
 
     def _watch(self, source: Any, handler: Callable[[], object]) -> None:
         self._selector.register(source, selectors.EVENT_READ, handler)
 
-    def _pump(self, rank: _Rank, pipe: int) -> bool:
+    def _pump(self, rank: Rank, pipe: int) -> bool:
         """Pass on what the pipe holds; False when there is nothing (more)."""
         try:
             data = os.read(pipe, 1 << 16)
@@ -242,7 +293,7 @@ class Job:
             rank.lines[pipe].write(data)
         return bool(data)
 
-    def _drain(self, rank: _Rank) -> None:
+    def _drain(self, rank: Rank) -> None:
         """All that the rank has written so far, before anything else is said about it."""
         for pipe in (*rank.lines, rank.report_pipe):
             while self._pump(rank, pipe):
@@ -250,7 +301,7 @@ class Job:
 
     def _read_launcher(self, pipe: int) -> None:
         data = os.read(pipe, 1 << 16)
-        self._launcher_output = (self._launcher_output + data)[-_MAX_LINE:]
+        self._launcher_output = (self._launcher_output + data)[-MAX_LINE:]
         if not data:
             self._selector.unregister(pipe)
 
@@ -278,64 +329,6 @@ class Job:
             for pipe in (*rank.lines, rank.report_pipe):
                 os.close(pipe)
         self._selector.close()
-
-
-class _Rank:
-    """What is known of one rank."""
-
-    def __init__(
-        self, number: int, pid: int, channel: socket.socket, pipes: list[int], mark: bytes
-    ):
-        self.number = number
-        self.pid = pid
-        self.channel = channel
-        out, err, self.report_pipe = pipes
-        self.err = _Lines(2, mark)
-        self.lines = {out: _Lines(1, mark), err: self.err}
-        self.report = b""
-        self.code: int | None = None  # minus the number of the signal that ended it
-        self.is_finished = False  # the script is done, its exit handlers too
-        self.has_ended = False
-
-
-class _Lines:
-    """Writes whole lines to a descriptor, each with `mark` before it, in one write."""
-
-    def __init__(self, descriptor: int, mark: bytes):
-        self._descriptor = descriptor
-        self._mark = mark
-        self._rest = b""
-
-    def write(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            _write(self._descriptor, self._mark + line + b"\n")
-        if len(self._rest) > _MAX_LINE:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._rest:
-            self.write(b"\n")
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _say(text: str) -> None:
-    _write(2, f"tdx run: {text}\n".encode())
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _receive(channel: socket.socket, descriptors: int) -> tuple[bytes, list[int]]:

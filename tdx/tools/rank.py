@@ -90,6 +90,7 @@ def _become_rank(writes: list[int], waiter: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" makes it ignored
     report = writes[2]
     # Registered first, so it runs after all of the script's own; MPI_Finalize comes later still.
     atexit.register(_report_finished, report, os.getpid())

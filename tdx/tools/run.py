@@ -3,10 +3,12 @@
 What it adds to `mpirun`: the launcher that matches mpi4py, the options that root and more ranks
 than cores need, whole output lines marked with their rank, the end of all ranks within two
 seconds when one fails, with that rank's traceback first, and no process left behind. Ranks have
-no standard input.
+no standard input. After Ctrl-C (SIGINT) and after --timeout ranks are interrupted and show where
+they were before they are ended; at a second Ctrl-C they are ended at once.
 
-Exit code: the first one that is not 0 of any rank; 128 + the signal's number for a killed rank;
-124 after --timeout; 2 if the job cannot be started.
+Exit code: the first one that is not 0 of any rank, but that of a failed rank goes before those of
+ranks that raised PeerLost, PeerTimeout or CollectiveMismatch; 128 + the signal's number for a
+killed rank; 124 after --timeout; 2 if the job cannot be started.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import contextlib
 import os
 import signal
+from functools import partial
 from types import FrameType
 
 from tdx.abi import MAX_RANKS
@@ -25,6 +28,7 @@ from tdx.tools.launcher import clean_environment, find_launcher
 
 __all__ = ["add_arguments", "main"]
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -69,8 +73,9 @@ def main(args: argparse.Namespace) -> int:
         prefix=not args.no_prefix,
         timeout_s=args.timeout,
     )
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, _interrupt)
+    signal.signal(signal.SIGINT, partial(_interrupt_once, job))
     try:
         return job.run()
     except _Interrupted as stop:
@@ -85,23 +90,34 @@ class _Interrupted(BaseException):
         self.number = number
 
 
+def _interrupt_once(job: Job, number: int, frame: FrameType | None) -> None:
+    signal.signal(number, _interrupt)
+    _say_signal(number, ", stacks of the ranks:")
+    job.interrupt(128 + number)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for other in _SIGNALS:
         signal.signal(other, signal.SIG_IGN)  # the job is being ended
-    with contextlib.suppress(OSError):  # the terminal may be gone
-        os.write(2, f"tdx run: {signal.Signals(number).name}; ending the job\n".encode())
+    _say_signal(number)
     raise _Interrupted(number)
+
+
+def _say_signal(number: int, more: str = "") -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"tdx run: {signal.Signals(number).name}; ending the job{more}\n".encode())
 
 
 def _target(args: argparse.Namespace) -> list[str]:
     """Command line of the target for `tdx.tools.rank`."""
     if args.module:
         return ["-m", *args.module]
-    if not args.script:
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not script:
         raise InvalidArgument("no script: tdx run -n N script.py, or tdx run -n N -m module")
-    if not os.path.isfile(args.script[0]):
-        raise InvalidArgument(f"there is no script {args.script[0]!r} in {os.getcwd()}")
-    return ["-f", *args.script]
+    if not os.path.isfile(script[0]):
+        raise InvalidArgument(f"there is no script {script[0]!r} in {os.getcwd()}")
+    return ["-f", *script]
 
 
 def _environment(backend: str | None) -> dict[str, str]:

@@ -47,7 +47,7 @@ def checked(done: subprocess.CompletedProcess[str], ranks: int) -> None:
 
 
 def test_there_are_examples():
-    assert [path.name[:3] for path in _EXAMPLES] == ["01_", "02_", "03_", "04_", "05_"]
+    assert [path.name[:3] for path in _EXAMPLES] == ["01_", "02_", "03_", "04_", "05_", "06_"]
     assert _TUTORIALS
 
 
@@ -138,14 +138,16 @@ def test_engine_with_a_torch_store(backend, most_ranks):
 
 def test_kernels_of_examples_compile_for_gpus():
     """They run on the host tier above; here for GPUs that need not be there."""
-    data = dict.fromkeys(("x", "out", "gathered", "sums", "rows", "received"), "*fp32")
+    data = dict.fromkeys(("x", "out", "gathered", "sums", "rows", "received", "u", "v"), "*fp32")
     words = dict.fromkeys(("arrived", "value", "counts", "received_counts", "signals"), "*i32")
-    known = {**data, **words, "numel": "i32", "world": "world", "channel": "channel"}
+    words |= dict.fromkeys(("from_left", "from_right"), "*i32") | {"numel": "i32", "cells": "i32"}
+    known = {**data, **words, "world": "world", "channel": "channel"}
     kernels = (
         ("02_own_kernel", "all_reduce_kernel", {"BLOCK": 1024}),
         ("03_gather_with_progress", "push_kernel", {"CHUNKS": 4, "SIZE": 2048}),
         ("03_gather_with_progress", "row_sums", {"CHUNKS": 4, "R": 8, "C": 256}),
         ("05_low_latency_all_to_all", "all_to_all_kernel", {"MOST_ROWS": 16, "HIDDEN": 128}),
+        ("06_halo_exchange", "step_kernel", {"BLOCK": 256}),
     )
     jobs = [
         Job(f"examples.{file}", kernel, known | dict.fromkeys(constants, "constexpr"), constants, t)
@@ -179,24 +181,25 @@ def started(command: list[str], **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("path", _TUTORIALS, ids=lambda path: path.stem)
 def test_tutorial(path, tmp_path):
-    """Programs of a tutorial, on the ranks that the text says: `tdx run -n N`.
+    """Programs of a tutorial, started as the text says: `tdx run -n N`, or with --keep-going.
 
     One that is followed by an `output` block is meant to fail so; a `printed` block shows lines
     that it prints, where numbers are chance. One that begins with `# name.py` is a module for the
     programs after it. Always on the host tier: what is shown is what it prints.
     """
-    blocks = r"^```(python|output|printed)\n(.*?)^```|^    tdx run -n (\d+)"
-    ranks, done = "2", None
-    for kind, text, number in re.findall(blocks, path.read_text(), re.M | re.S):
-        if number:
-            ranks = number
+    blocks = r"^```(python|output|printed)\n(.*?)^```|^    tdx run (-n \d+(?: --keep-going)?)"
+    words, done = "-n 2", None
+    for kind, text, given in re.findall(blocks, path.read_text(), re.M | re.S):
+        if given:
+            words = given
         elif kind == "python":
             assert done is None or done.returncode == 0, done.stderr
             module = re.match(r"# (\w+\.py)\n", text)
             script = tmp_path / (module[1] if module else "shift.py")
             script.write_text(text)
             if not module:
-                done = run_tdx("run", "-n", ranks, str(script), timeout_s=120, TDX_BACKEND="host")
+                command = ("run", *words.split(), str(script))
+                done = run_tdx(*command, timeout_s=120, TDX_BACKEND="host")
         else:
             assert done is not None
             assert done.returncode == (kind == "output"), done.stderr
