@@ -24,7 +24,8 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.call import Call, check_key, check_recording, remembered
 from tdx.kernels.operand import Operand, check_apart, check_output, enter, flattened, operand
-from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for, given_operand
+from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for
+from tdx.kernels.product_options import given_operand
 from tdx.kernels.split_matmul import split_kernel, split_memory
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.kernels.tiles import check_config

@@ -37,8 +37,9 @@ from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.copying import copy_share
 from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows, fused_tile
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.product import Config, ProductOptions, takes_options
+from tdx.kernels.product import Config
 from tdx.kernels.product_first import ProductFirst
+from tdx.kernels.product_options import ProductOptions, passed_on, takes_options
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
 from tdx.kernels.select import block_elements, cheapest, constants, follows
 from tdx.kernels.summed_tiles import SummedTiles
@@ -199,4 +200,5 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    return reduced_product(MatmulAllReduce, a, b, partial_dtype, ProductOptions(**options))
+    given = passed_on(matmul_all_reduce, ProductOptions, options)
+    return reduced_product(MatmulAllReduce, a, b, partial_dtype, given)

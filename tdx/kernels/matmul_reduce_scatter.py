@@ -38,8 +38,9 @@ import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush, enter_kernel
 from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_options
+from tdx.kernels.product import Config, blocks_for
 from tdx.kernels.product_first import ProductFirst
+from tdx.kernels.product_options import ProductOptions, passed_on, takes_options
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
 from tdx.kernels.select import constants, engines_us, follows, power_of_two
@@ -289,7 +290,6 @@ class Fused:
         self.push: CopyPush | None = None
         if size > 1 and self._tiles:
             self.push = CopyPush(plan, meeting, chunks, pieces, finished, counts)
-        self._kernels: dict[Any, Bound] = {}
 
     def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call."""
@@ -305,23 +305,21 @@ class Fused:
     def _follow(self, handle: int, c: Operand) -> None:
         """Queue what follows the product, beside the last copies."""
 
-    def kernel(self, plan: Any, *layout: Any) -> Bound:
-        """The product for operands so laid out, bound at first use."""
-        if layout not in self._kernels:
-            strides, steps, bias, aligned = layout
-            world, product, config = plan.world, plan.product, plan.config
-            sizes, size = plan._sizes(strides), plan.group.size
-            described = product.described(world, config, sizes, aligned)
-            scale, out = product.scale_dtype, product.out_dtype
-            kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)
-            beside = 0 if self.push is None else self.push.blocks
-            self._kernels[layout] = plan.bind(
-                fused_kernel, blocks_for(world, self._tiles * size, beside), kinds, *self._shared,
-                self._rows, *sizes, self._chunks, CHUNK=self._chunk, OWN_CHUNK=self._own_chunk,
-                PIECES=4 if world.backend != "host" and config.block_n >= 64 else 1,
-                **product.constants, **product.product_constants(config, sizes, steps, described),
-            )  # fmt: skip
-        return self._kernels[layout]
+    def bind(self, plan: Any, *layout: Any) -> Bound:
+        """The product for operands so laid out."""
+        strides, steps, bias, aligned = layout
+        world, product, config = plan.world, plan.product, plan.config
+        sizes, size = plan._sizes(strides), plan.group.size
+        described = product.described(world, config, sizes, aligned)
+        scale, out = product.scale_dtype, product.out_dtype
+        kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)
+        beside = 0 if self.push is None else self.push.blocks
+        return plan.bind(
+            fused_kernel, blocks_for(world, self._tiles * size, beside), kinds, *self._shared,
+            self._rows, *sizes, self._chunks, CHUNK=self._chunk, OWN_CHUNK=self._own_chunk,
+            PIECES=4 if world.backend != "host" and config.block_n >= 64 else 1,
+            **product.constants, **product.product_constants(config, sizes, steps, described),
+        )  # fmt: skip
 
 
 def fused_tile(plan: ReducedProduct, config: Config | None, rows: int, passes: int = 1) -> Config:
@@ -387,4 +385,5 @@ def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **option
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    return reduced_product(MatmulReduceScatter, a, b, partial_dtype, ProductOptions(**options))
+    given = passed_on(matmul_reduce_scatter, ProductOptions, options)
+    return reduced_product(MatmulReduceScatter, a, b, partial_dtype, given)

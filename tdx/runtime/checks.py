@@ -1,4 +1,4 @@
-"""What counts as a number in an argument: Python's, NumPy's, and all that behave like them."""
+"""What counts as a number or a bool in an argument: Python's, NumPy's, and what is like them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 from .errors import InvalidArgument
 
-__all__ = ["as_float", "as_int", "check_int", "make_ints"]
+__all__ = ["as_float", "as_int", "check_flag", "check_int", "make_ints"]
+
+_BOOLS = ("bool", "bool_")  # NumPy's own, by its name before 2.0
 
 
 def as_int(value: Any) -> int | None:
     """`value` as an int; None if it is a bool or no integer."""
-    if type(value).__name__ in ("bool", "bool_"):  # NumPy's own, by its name before 2.0
+    if type(value).__name__ in _BOOLS:
         return None
     try:
         return operator.index(value)
@@ -39,6 +41,21 @@ def check_int(value: Any, what: str, least: int, most: int | None = None) -> int
         limit = f">= {least}" if most is None else f"from {least} to {most}"
         raise InvalidArgument(f"{what}={value!r} must be an int {limit}")
     return whole
+
+
+def check_flag(operation: str, name: str, value: Any) -> bool:
+    """`value`, which says whether calls of a plan pass an array `name`, as a bool.
+
+    Raises InvalidArgument for anything else, such as the array itself.
+    """
+    if type(value).__name__ in _BOOLS:
+        return bool(value)
+    shape = getattr(value, "shape", None)
+    given = repr(value) if shape is None else f"<array of shape {tuple(shape)}>"
+    raise InvalidArgument(
+        f"{operation}: {name}={given} must be True or False: a plan is made with whether there is "
+        f"one, and its calls take the array"
+    )
 
 
 def make_ints(settings: Any, *names: str) -> None:
