@@ -125,7 +125,7 @@ def matmul(
         (..., K) and (K, N): float16, bfloat16, float32 or float8_e4m3fn. b may be strided (w.T),
         never copied.
     bias : array, optional
-        (N,).
+        (N,), of any floating-point type.
     activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
     scale_a, scale_b : number or float32 array, optional
         For float8 only: what a and b are to be multiplied by. A number or an array of one

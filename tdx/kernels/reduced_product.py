@@ -35,30 +35,9 @@ class Way(Protocol):
 
 
 class ReducedProduct(Plan):
-    """Base of plans for the sum of a . b over ranks, ready to be called.
+    """Base of plans for the sum of a . b over ranks, which document the parameters.
 
-    Parameters
-    ----------
-    world : World
-    shape_a, shape_b : tuple
-        (..., K_local) and (K_local, N) of this rank, any extents. All but K_local are the same on
-        every rank. (Ranks must make plans together: with the one-line function, all change their
-        shapes in the same call.)
-    dtype
-        float16, bfloat16, float32 or float8_e4m3fn.
-    partial_dtype : {None, "float32"}
-        In what partial sums travel; None: the output's dtype.
-    algorithm : str, optional
-    config : Config, optional
-    team : Team, optional
-    buffer : bool
-        Whether the plan has a result buffer, for calls without `out`.
-    bias : bool
-        Whether calls pass a vector of N elements.
-    activation, out_dtype, allow_tf32, fast_accum
-        See matmul. Bias and activation apply once, after the reduction.
-
-    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
+    K_local may differ between ranks. Bias and activation apply once, after the reduction.
     """
 
     algorithms: ClassVar[tuple[str, ...]]

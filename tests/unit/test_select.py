@@ -10,8 +10,8 @@ from tdx.kernels import all_reduce, all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.gathering_product import one_kernel, senders_of
-from tdx.kernels.matmul_reduce_scatter import sent_rows
 from tdx.kernels.operand import byte_units
+from tdx.kernels.scattered_rows import sent_rows
 from tdx.kernels.select import (
     CONSTANTS,
     COSTS,
