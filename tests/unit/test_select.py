@@ -337,7 +337,9 @@ def test_a_tile_must_be_powers_of_two(values):
         Config(*values)
 
 
-@pytest.mark.parametrize("options", [{"num_warps": 3}, {"group_m": 0}, {"num_stages": 0}])
+@pytest.mark.parametrize(
+    "options", [{"num_warps": 3}, {"group_m": 0}, {"group_m": 1 << 31}, {"num_stages": 0}]
+)
 def test_other_options_of_a_matmul(options):
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         Config(16, 16, 16, **options)
