@@ -349,9 +349,7 @@ def case_bad_arguments(world, name):
 @worlds(2)
 def case_one_scale_for_several_b(world):
     x, y = world.zeros((4, 32), KIND), world.zeros((32, 5), KIND)
-    with pytest.raises(
-        InvalidArgument, match="scale_b: expected a sequence of 2, one for each b, got 1.0"
-    ):
+    with pytest.raises(InvalidArgument, match=r"scale_b: expected a sequence of 2, .* got 1\.0"):
         tdx.all_gather_matmul(x, [y, y], scale_b=1.0)
 
 
