@@ -31,14 +31,21 @@ import numpy as np
 
 import tdx.language as tdl
 from tdx.kernels.call import Call
-from tdx.kernels.chunk_product import bind_chunks
+from tdx.kernels.chunk_product import bind_chunks, early_tiles
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
 from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_of
-from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import Operand, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.plan_cache import known_plan
-from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
+from tdx.kernels.product import Config, Product, check_loading, usual_output
+from tdx.kernels.product_options import (
+    ProductOptions,
+    given_operand,
+    options_of,
+    product_of,
+    shapes_of,
+    takes_options,
+)
 from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
 from tdx.kernels.split_matmul import split_memory
 from tdx.kernels.tiles import check_config, splits
@@ -75,14 +82,26 @@ class AllGatherMatmul(Plan):
     trace : bool
         Record how much had arrived when each tile was computed; see `overlap`. For "fused".
     bias : bool
-        Whether calls pass a vector of N elements (one for each b).
-    config, team, buffer, activation, out_dtype, allow_tf32, fast_accum
-        See ReducedProduct.
+        Whether calls pass a vector of N elements (one for each b). Default: False.
+    activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
+        What is done to the sums, after the bias.
+    out_dtype, optional
+        Of the products: float16, bfloat16 or float32. None: `dtype`, of float8 bfloat16.
+    allow_tf32, fast_accum : bool
+        Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
+        tdx.matmul.
+    config : tdx.kernels.matmul.Config, optional
+        Pins the tile, and with it the bits of the products.
+    team : Team, optional
+        The ranks that take part; None: all of the world.
+    buffer : bool
+        Whether the plan has buffers for its results, for calls without `out`. Default: True.
 
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
     """
 
     operation = "all_gather_matmul"
+    usual_result = staticmethod(usual_output)
 
     @takes_options(Product.make)
     def __init__(
@@ -102,15 +121,13 @@ class AllGatherMatmul(Plan):
     ):
         with self.agreement(world, team) as shared:
             self.shape_a = plain_shape(shape_a)
-            self._single = not shape_b or hasattr(shape_b[0], "__index__")
-            self.shapes_b = [plain_shape(s) for s in ([shape_b] if self._single else shape_b)]
-            self.product = Product.make(world, dtype, **product)
+            self._single, self.shapes_b = shapes_of(self.shape_a, shape_b)
+            self.product = product_of(self, dtype, product)
             self.dtype = self.product.dtype
             check_algorithm(self.operation, algorithm, ALGORITHMS)
             following = chunks_per_rank is not None or trace
             if algorithm not in (None, "fused") and following:
                 raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
-            self._check()
             *lead, self._depth = self.shape_a
             self._rows, size = elements(lead), self.group.size
             line = self._depth * self.dtype.itemsize
@@ -132,10 +149,12 @@ class AllGatherMatmul(Plan):
             )  # fmt: skip
             self._traced = trace
             shared.update(a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype)
-            shared.update(algorithm=self.algorithm)
+            shared.update(given_algorithm=algorithm, algorithm=self.algorithm)
             if self.algorithm == "fused":  # what the rows of a chunk follow from
                 usual = power_of_two(min(rows, constants(world.backend).tile[0]))
                 self._multiple = config.block_m if config else usual
+                if chunks == 1:  # no ragged tile at a chunk's end
+                    self._multiple = 1
                 shared.update(chunks_per_rank=chunks, multiple=self._multiple)
         with self.preparation():
             self._build(chunks, buffer)
@@ -148,15 +167,6 @@ class AllGatherMatmul(Plan):
         if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
             return "one_kernel"
         return "unfused" if follows(backend, rows, nbytes, size) else "fused"
-
-    def _check(self) -> None:
-        if len(self.shape_a) < 2:
-            raise InvalidArgument(f"a needs 2 or more axes (m, ..., K), got {self.shape_a}")
-        for shape in self.shapes_b:
-            if len(shape) != 2 or shape[0] != self.shape_a[-1]:
-                raise InvalidArgument(
-                    f"b {shape} does not fit a {self.shape_a}: expected ({self.shape_a[-1]}, N)"
-                )
 
     def _build(self, chunks: int, buffer: bool) -> None:
         world, size, depth = self.world, self.group.size, self._depth
@@ -171,8 +181,8 @@ class AllGatherMatmul(Plan):
         elif self.algorithm == "unfused":
             self._gathering = GatherFirst(self, shape, self.dtype, scaled)
         else:
-            multiple = self._multiple if chunks > 1 else 1  # no ragged tile at a chunk's end
-            self._gathering = Gathering(self, shape, self.dtype, chunks, multiple, scaled, True)
+            parts = (chunks, self._multiple)
+            self._gathering = Gathering(self, shape, self.dtype, *parts, scaled, True)
         self._shown = [operand(world, self._gathering.buffer, "gathered")]
         self.out_shapes = [
             (size * self.shape_a[0], *self.shape_a[1:-1], n) for _, n in self.shapes_b
@@ -191,7 +201,7 @@ class AllGatherMatmul(Plan):
         self._memory += [array._block for array in self._split]
         for i, (_, n) in enumerate(self.shapes_b):
             if self.product.prepares(self.config, (size * self._rows, n, depth, depth, 1, n, 1)):
-                self._consumer(i, (n, 1), 0, self.dtype, True)
+                self._load(i, (n, 1), 0, self.product.bias_dtype, True)
 
     def __call__(
         self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None,
@@ -202,16 +212,14 @@ class AllGatherMatmul(Plan):
         `a` is contiguous; b, out, bias, scale_b: single values or sequences as the plan was made.
         Scales: as matmul has them. Without `out`: the plan's own buffers, until its next call.
         """
-        if not self._single and out is not None:
-            out = list(out)  # it is walked along twice
         result, given = self._outs[0] if out is None else out, (bias, scale_a, scale_b)
         same = self.again_with(stream, b, a, result, *given) if self._single else None
         if same is None:
-            handle, x, scales, step, first, products = self._begin(stream, a, b, out, *given)
+            handle, x, scales, step, first, products, outs = self._begin(stream, a, b, out, *given)
         else:
             handle, (y, x, to, vector, scales, right), (key, step, first) = same
             vector, right = (x if op is None else op for op in (vector, right))
-            products = [(self._kernels.get(key), y, to, vector, right)]
+            products, outs = [(self._kernels.get(key), y, to, vector, right)], [out]
         self._called_on = handle
         if self._rows:
             own = self._gathering.start(self, x, handle, scales, step, first)
@@ -222,13 +230,13 @@ class AllGatherMatmul(Plan):
             self._gathering.join(handle)
         if self._single:
             return result
-        outs = [None] * len(self._outs) if out is None else out
         return tuple(mine if o is None else o for mine, o in zip(self._outs, outs, strict=True))
 
     def _begin(
         self, stream: Any, a: Any, b: Any, out: Any, bias: Any, scale_a: Any, scale_b: Any
-    ) -> tuple[int, Operand, Operand | None, int, bool, list[Any]]:
-        """Check a call and begin it: stream, a, scales and their step, copied first?, products."""
+    ) -> tuple[int, Operand, Operand | None, int, bool, list[Any], list[Any]]:
+        """Check a call and begin it: stream, a, scales and their step, copied first?, products,
+        and for each what was given as out."""
         try:
             world, product, count = self.world, self.product, len(self.shapes_b)
             x = self.input(a, self.shape_a, self.dtype, "a")
@@ -237,16 +245,20 @@ class AllGatherMatmul(Plan):
                 for value, what in ((b, "b"), (out, "out"), (bias, "bias"), (scale_b, "scale_b"))
             )
             left, step = product.check_scale(world, scale_a, self.shape_a[:-1], "scale_a", x)
-            products = []
+            products: list[Any] = []
             for i, (k, n) in enumerate(self.shapes_b):
                 product.check(x, y := operand(world, bs[i], "b"), k, n)
                 to = self.output(outs[i], self._outs[i], self.out_shapes[i], product.out_dtype)
                 vector = product.check_bias(world, biases[i], n, x)
                 right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
                 key = (i, y.strides, step_b, vector.dtype, not y.address % 16)
-                products.append((self._consumer(*key), y, to, vector, right))
+                products.append((key, y, to, vector, right))
             check_products_apart(self.operation, self._shown[0], x, left, products)
-            handle = self.begin(stream, x, left, *(op for p in products for op in p[1:]))
+            ops = (x, left, *(op for p in products for op in p[1:]))
+            if any(self._lacks(*p[0]) for p in products):
+                check_loading(self, stream, *ops)
+            products = [(self._load(*key), *rest) for key, *rest in products]
+            handle = self.begin(stream, *ops)
         except Exception as error:
             self.refuse(error)
             raise
@@ -255,41 +267,33 @@ class AllGatherMatmul(Plan):
         each = (left, right) if product.scaled else (None, None)
         if self._single and product.takes_as_given(scale_a, scale_b):
             self.note(y, (x, to, None if bias is None else vector, *each), (key, step, first))
-        return handle, x, each[0], step, first, products
+        return handle, x, each[0], step, first, products, outs
 
-    def _consumer(
+    def _lacks(self, *key: Any) -> bool:
+        """Whether _load has to bind a kernel."""
+        return key not in self._kernels and (self.shapes_b[key[0]][1] > 0 or key[0] == self._pusher)
+
+    def _load(
         self, i: int, strides: tuple[int, ...], step: int, bias: np.dtype, aligned: bool
     ) -> Callable[..., None] | None:
         """The product with b number `i`, so laid out, bound at first use; None if empty."""
         key = (i, strides, step, bias, aligned)
-        product, (k, n) = self.product, self.shapes_b[i]
-        if key not in self._kernels and (n or i == self._pusher):
+        if self._lacks(*key):
+            product, config, (k, n) = self.product, self.config, self.shapes_b[i]
             sizes = (self.group.size * self._rows, n, k, k, 1, *strides)
             slots = 2 if self.algorithm == "one_kernel" else 1  # one descriptor is of both
-            described = product.described(
-                self.world, self.config, (slots * sizes[0], *sizes[1:]), aligned
-            )
-            self._kernels[key] = self._bind(i, sizes, (1, step), described, bias)
+            whole = (slots * sizes[0], *sizes[1:])
+            layout = (sizes, (1, step), product.described(self.world, config, whole, aligned), bias)
+            gathering = self._gathering
+            if isinstance(gathering, GatheringProduct):
+                run = gathering.bind(self, product, config, i, *layout)
+            elif isinstance(gathering, Gathering):
+                trace = (self._traces[i], self._traced)
+                run = bind_chunks(self, gathering, product, config, *trace, *layout)
+            else:
+                run = gathering.bind(self, product, config, self._split, *layout)
+            self._kernels[key] = run
         return self._kernels.get(key)
-
-    def _bind(
-        self, i: int, sizes: Sequence[int], steps: tuple[int, int], described: bool, bias: np.dtype
-    ) -> Callable[..., None]:
-        world, product, gathering = self.world, self.product, self._gathering
-        layout = (sizes, steps, described, bias)
-        if isinstance(gathering, GatheringProduct):
-            return gathering.bind(self, product, self.config, i, *layout)
-        if isinstance(gathering, Gathering):
-            trace = (self._traces[i], self._traced)
-            return bind_chunks(self, gathering, product, self.config, *trace, *layout)
-        others = (product.out_dtype, bias, product.scale_dtype, product.scale_dtype)
-        run = bind_matmul(
-            world, product, self.config, sizes, steps, described, others, self._split,
-            self.group.handle,
-        )  # fmt: skip
-        gathered = operand(world, gathering.buffer, "gathered")
-        scales = operand(world, gathering.scales, "scales")
-        return lambda stream, _, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
 
     def gathered(self, stream: Any = None) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault.
@@ -324,13 +328,9 @@ class AllGatherMatmul(Plan):
         """
         if not self._traced:
             raise InvalidArgument(f"{self.operation}: overlap() needs a plan made with trace=True")
-        units, early, remote = self.group.size * self._gathering.chunks, 0, 0
         for trace in self._traces:
             trace._block.note(self._stream)
-            seen = trace.numpy().reshape(self.group.size, -1)[1:]  # the own tiles come first
-            remote += int((seen > 0).sum())
-            early += int(((seen > 0) & (seen < units)).sum())
-        return early, remote
+        return early_tiles(self._traces, self.group.size, self._gathering.chunks)
 
 
 @takes_options(ProductOptions)
@@ -359,7 +359,7 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    given = ProductOptions(**options)
+    given = options_of(all_gather_matmul, options)
     single = not isinstance(b, (list, tuple))
     many = [b] if single else list(b)
     alone = len(many) == 1  # then there is one plan for it, and for a sequence of it

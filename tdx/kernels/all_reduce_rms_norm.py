@@ -49,7 +49,7 @@ from tdx.kernels.select import (
 )
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
-from tdx.runtime.checks import as_float
+from tdx.runtime.checks import as_float, check_flag
 from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -79,7 +79,7 @@ class AllReduceRmsNorm(Plan):
     shape, dtype
         Of every rank's input: (..., N) with N up to 65536; float16, bfloat16 or float32.
     bias, residual : bool
-        Whether calls pass a vector of N elements, or an array of the input's shape.
+        Whether calls pass a vector of N elements, an array of the input's shape. Default: False.
     eps : float
         Finite and >= 0.
     algorithm : {"low_latency", "one_shot", "two_shot"}, optional
@@ -110,7 +110,8 @@ class AllReduceRmsNorm(Plan):
     ):
         with self.agreement(world, team) as shared:
             self.shape, self.dtype = plain_shape(shape), dtypes.resolve(dtype)
-            self._has_bias, self._has_residual = bias, residual
+            bias = self._has_bias = check_flag(self.operation, "bias", bias)
+            residual = self._has_residual = check_flag(self.operation, "residual", residual)
             eps = self._check(eps)
             self._columns = self.shape[-1]
             self._rows = elements(self.shape[:-1])
@@ -126,7 +127,7 @@ class AllReduceRmsNorm(Plan):
             self.result, self._residuals = (self.shape, self.dtype), Results()
             shared.update(
                 shape=self.shape, dtype=self.dtype, bias=bias, residual=residual, eps=eps,
-                config=self.config,
+                given_algorithm=algorithm, config=self.config,
             )  # fmt: skip
         with self.preparation():
             self._out = self.result_buffer(self.shape, self.dtype, buffer)

@@ -17,7 +17,7 @@ from tdx.kernels.tile_product import known, known_strides
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Described
 
-__all__ = ["bind_chunks"]
+__all__ = ["bind_chunks", "early_tiles"]
 
 _SIZES = ["rows", "columns", "depth", "chunk_rows", "chunks", "stride_bk", "stride_bn"]
 
@@ -99,3 +99,13 @@ def bind_chunks(
         *strides[2:], TRACE=traced, **product.constants,
         **product.product_constants(config, sizes, steps, described),
     )  # fmt: skip
+
+
+def early_tiles(traces: Sequence[Array], ranks: int, chunks: int) -> tuple[int, int]:
+    """What AllGatherMatmul.overlap returns, of what was traced for each b."""
+    early = remote = 0
+    for trace in traces:
+        seen = trace.numpy().reshape(ranks, -1)[1:]  # the own tiles come first
+        remote += int((seen > 0).sum())
+        early += int(((seen > 0) & (seen < ranks * chunks)).sum())
+    return early, remote

@@ -14,7 +14,7 @@ read both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,10 @@ import tdx.language as tdl
 from tdx.kernels.copy_push import Beside, CopyPush, confirm_kernel, enter_kernel
 from tdx.kernels.copying import copy_share
 from tdx.kernels.low_latency import LowLatency
+from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import Operand, byte_units, check_apart, elements, operand, overlap
 from tdx.kernels.plan import Plan
+from tdx.kernels.product import Config, Product
 from tdx.kernels.pushing import Push
 from tdx.kernels.select import block_bytes, block_elements, constants, gather_algorithm
 from tdx.runtime.array import Array
@@ -282,6 +284,23 @@ class GatherFirst:
                 operand(plan.world, self.scales, "scales"),
             )  # fmt: skip
         return x
+
+    def bind(
+        self, plan: Plan, product: Product, config: Config, memory: Sequence[Array],
+        sizes: Sequence[int], steps: tuple[int, int], described: bool, bias: np.dtype,
+    ) -> Callable[..., None]:  # fmt: skip
+        """The product of the gathered rows: of what start returned, b, c, bias and scales of b.
+
+        `memory`: what split_memory gave; `sizes`, `steps`: see Product, with the rows of all ranks.
+        """
+        others = (product.out_dtype, bias, product.scale_dtype, product.scale_dtype)
+        run = bind_matmul(
+            plan.world, product, config, sizes, steps, described, others, memory,
+            plan.group.handle,
+        )  # fmt: skip
+        gathered = operand(plan.world, self.buffer, "gathered")
+        scales = operand(plan.world, self.scales, "scales")
+        return lambda stream, _, *ops: run(stream, gathered, *ops[:3], scales, ops[3])
 
     def join(self, stream: int) -> None:
         """Nothing is left to wait for."""

@@ -164,26 +164,23 @@ class LowLatencyProduct:
             "RANKS": size, "WIDE": kind != plan.product.out_dtype, "PAIRS": pairs,
             "BLOCK": block, "SAMPLES": min(block, threads),
         }  # fmt: skip
-        self._kernels: dict[Any, Bound] = {}
 
     def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call."""
         multiply(handle, *ops)
 
-    def kernel(self, plan: Any, *layout: Any) -> Bound:
-        """The kernel for operands so laid out, bound at first use."""
-        if layout not in self._kernels:
-            strides, steps, bias, aligned = layout
-            product, config, sizes = plan.product, plan.config, plan._sizes(strides)
-            described = product.described(plan.world, config, sizes, aligned)
-            scale, kinds = product.scale_dtype, product.kinds(config, described, sizes)
-            self._kernels[layout] = plan.bind(
-                low_latency_kernel, self._blocks,
-                (*kinds, scale, scale, product.out_dtype, bias), *self._shared, *sizes,
-                **product.constants, **self._named,
-                **product.product_constants(config, sizes, steps, described),
-            )  # fmt: skip
-        return self._kernels[layout]
+    def bind(self, plan: Any, *layout: Any) -> Bound:
+        """The kernel for operands so laid out."""
+        strides, steps, bias, aligned = layout
+        product, config, sizes = plan.product, plan.config, plan._sizes(strides)
+        described = product.described(plan.world, config, sizes, aligned)
+        scale, kinds = product.scale_dtype, product.kinds(config, described, sizes)
+        return plan.bind(
+            low_latency_kernel, self._blocks,
+            (*kinds, scale, scale, product.out_dtype, bias), *self._shared, *sizes,
+            **product.constants, **self._named,
+            **product.product_constants(config, sizes, steps, described),
+        )  # fmt: skip
 
 
 def sends_words(nbytes: int, ranks: int) -> bool:

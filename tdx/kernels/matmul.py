@@ -25,7 +25,8 @@ import tdx.language as tdl
 from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, check_apart, check_output, enter, flattened, operand
 from tdx.kernels.plan_cache import check_key, check_recording, remembered
-from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for, given_operand
+from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for
+from tdx.kernels.product_options import given_operand
 from tdx.kernels.split_matmul import split_kernel, split_memory
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.kernels.tiles import check_config
@@ -125,7 +126,7 @@ def matmul(
         (..., K) and (K, N): float16, bfloat16, float32 or float8_e4m3fn. b may be strided (w.T),
         never copied.
     bias : array, optional
-        (N,).
+        (N,), of any floating-point type.
     activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
     scale_a, scale_b : number or float32 array, optional
         For float8 only: what a and b are to be multiplied by. A number or an array of one

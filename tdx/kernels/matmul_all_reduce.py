@@ -35,11 +35,13 @@ import tdx.language as tdl
 from tdx.kernels.all_reduce import AllReduce
 from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.copying import copy_share
-from tdx.kernels.matmul_reduce_scatter import Fused, chunk_rows, fused_tile
+from tdx.kernels.matmul_reduce_scatter import Fused
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.product import Config, ProductOptions, takes_options
+from tdx.kernels.product import Config
 from tdx.kernels.product_first import ProductFirst
+from tdx.kernels.product_options import ProductOptions, options_of, takes_options
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
+from tdx.kernels.scattered_rows import chunk_rows, fused_tile
 from tdx.kernels.select import block_elements, cheapest, constants, follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import known
@@ -85,10 +87,40 @@ def take_kernel(
 class MatmulAllReduce(ReducedProduct):
     """A matrix product and all-reduce of one shape and dtype, ready to be called.
 
-    `algorithm` is "one_shot", "two_shot", "copy_engine", with a `config` of block_m <= 512, or
-    "unfused": then an error may name the all_reduce that it runs. With the first two, and no
-    `config`, K_local is a multiple of 16 on all ranks, or on none. `out` must not overlap a or b.
-    The other parameters, and the errors, are those of ReducedProduct.
+    Parameters
+    ----------
+    world : World
+    shape_a, shape_b : tuple
+        (..., K_local) and (K_local, N) of this rank, any extents. All but K_local are the same on
+        every rank; with "one_shot" and "two_shot", and no `config`, K_local is a multiple of 16 on
+        all ranks, or on none. (Ranks must make plans together: with the one-line function, all
+        change their shapes in the same call.)
+    dtype
+        Of a and b: float16, bfloat16, float32 or float8_e4m3fn.
+    partial_dtype : {None, "float32"}
+        In what partial sums travel; None: the output's dtype.
+    algorithm : {"one_shot", "two_shot", "copy_engine", "unfused"}, optional
+        None: chosen by the size. An error of "unfused" may name the all_reduce
+        that it runs.
+    config : tdx.kernels.matmul.Config, optional
+        Pins the tile, and with it the bits of the result; for "copy_engine" with block_m <= 512.
+    team : Team, optional
+        The ranks that take part; None: all of the world.
+    buffer : bool
+        Whether the plan has a result buffer, for calls without `out`. Default: True.
+    bias : bool
+        Whether calls pass a vector of N elements. Default: False. Bias and activation apply once,
+        after the reduction.
+    activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
+    out_dtype, optional
+        Of the result: float16, bfloat16 or float32. None: `dtype`, of float8 bfloat16.
+    allow_tf32, fast_accum : bool
+        Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
+        tdx.matmul.
+
+    `out` of a call must not overlap a or b.
+
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
     """
 
     operation = "matmul_all_reduce"
@@ -188,7 +220,8 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
         In what partial sums travel; None: the output's dtype.
     algorithm : {"one_shot", "two_shot", "copy_engine", "unfused"}, optional
     bias : array, optional
-        (N,), added once, after the reduction, then the activation; the same on every rank.
+        (N,), of any floating-point type, added once, after the reduction, then the activation; the
+        same on every rank.
     scale_a, scale_b : optional
         Of this rank's a and b.
     activation, out_dtype, out, allow_tf32, fast_accum, config, team, stream
@@ -199,4 +232,5 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    return reduced_product(MatmulAllReduce, a, b, partial_dtype, ProductOptions(**options))
+    given = options_of(matmul_all_reduce, options)
+    return reduced_product(MatmulAllReduce, a, b, partial_dtype, given)

@@ -38,11 +38,13 @@ import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush, enter_kernel
 from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.product import Config, ProductOptions, blocks_for, takes_options
+from tdx.kernels.product import Config, blocks_for
 from tdx.kernels.product_first import ProductFirst
+from tdx.kernels.product_options import ProductOptions, options_of, takes_options
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
-from tdx.kernels.select import constants, engines_us, follows, power_of_two
+from tdx.kernels.scattered_rows import chunk_tiles, fused_tile, sent_rows
+from tdx.kernels.select import follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.kernels.tiles import splits
@@ -188,10 +190,39 @@ def _put(
 class MatmulReduceScatter(ReducedProduct):
     """A matrix product and reduce-scatter of one shape and dtype, ready to be called.
 
-    `shape_a` is (d0, ..., K_local), d0 a multiple of the ranks; `algorithm` is "fused", with a
-    `config` of block_m <= 512, "one_kernel", "low_latency", or "unfused": then an error may
-    name the reduce_scatter that it runs. `out` must not overlap a or b. The other parameters, and
-    the errors, are those of ReducedProduct.
+    Parameters
+    ----------
+    world : World
+    shape_a, shape_b : tuple
+        (d0, ..., K_local), d0 a multiple of the ranks, and (K_local, N) of this rank, any extents.
+        All but K_local are the same on every rank. (Ranks must make plans together: with the
+        one-line function, all change their shapes in the same call.)
+    dtype
+        Of a and b: float16, bfloat16, float32 or float8_e4m3fn.
+    partial_dtype : {None, "float32"}
+        In what partial sums travel; None: the output's dtype.
+    algorithm : {"fused", "one_kernel", "low_latency", "unfused"}, optional
+        None: chosen by the size. An error of "unfused" may name the
+        reduce_scatter that it runs.
+    config : tdx.kernels.matmul.Config, optional
+        Pins the tile, and with it the bits of the result; for "fused" with block_m <= 512.
+    team : Team, optional
+        The ranks that take part; None: all of the world.
+    buffer : bool
+        Whether the plan has a result buffer, for calls without `out`. Default: True.
+    bias : bool
+        Whether calls pass a vector of N elements. Default: False. Bias and activation apply once,
+        after the reduction.
+    activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
+    out_dtype, optional
+        Of the result: float16, bfloat16 or float32. None: `dtype`, of float8 bfloat16.
+    allow_tf32, fast_accum : bool
+        Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
+        tdx.matmul.
+
+    `out` of a call must not overlap a or b.
+
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
     """
 
     operation = "matmul_reduce_scatter"
@@ -259,7 +290,7 @@ class Fused:
         self._rows, self._own_chunk = rows, own_chunk
         self._tiles = config.tiles(rows, columns)
         self._chunk = sent_rows(plan, rows, passes=2 if own_chunk else 1)
-        counts = _chunk_tiles(config, rows, columns, self._chunk)
+        counts = chunk_tiles(config, rows, columns, self._chunk)
         chunks = self._chunks = len(counts)
         part = max(1, rows * columns)
         partials = plan.workspace("partials", (size, part), kind)
@@ -269,7 +300,7 @@ class Fused:
         finished = plan.workspace("finished_tiles", (size * chunks,), "int32", steps=steps)
         self.made = finished
         if own_chunk:
-            own = self.own_counts = _chunk_tiles(config, rows, columns, own_chunk)
+            own = self.own_counts = chunk_tiles(config, rows, columns, own_chunk)
             self.made = plan.workspace("own_tiles", (len(own),), "int32", steps=max(1, *own))
         epoch = world.zeros((1,), "int32", symmetric=False)
         outgoing = world.empty((size, part), kind, symmetric=False)
@@ -289,7 +320,6 @@ class Fused:
         self.push: CopyPush | None = None
         if size > 1 and self._tiles:
             self.push = CopyPush(plan, meeting, chunks, pieces, finished, counts)
-        self._kernels: dict[Any, Bound] = {}
 
     def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call."""
@@ -305,61 +335,21 @@ class Fused:
     def _follow(self, handle: int, c: Operand) -> None:
         """Queue what follows the product, beside the last copies."""
 
-    def kernel(self, plan: Any, *layout: Any) -> Bound:
-        """The product for operands so laid out, bound at first use."""
-        if layout not in self._kernels:
-            strides, steps, bias, aligned = layout
-            world, product, config = plan.world, plan.product, plan.config
-            sizes, size = plan._sizes(strides), plan.group.size
-            described = product.described(world, config, sizes, aligned)
-            scale, out = product.scale_dtype, product.out_dtype
-            kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)
-            beside = 0 if self.push is None else self.push.blocks
-            self._kernels[layout] = plan.bind(
-                fused_kernel, blocks_for(world, self._tiles * size, beside), kinds, *self._shared,
-                self._rows, *sizes, self._chunks, CHUNK=self._chunk, OWN_CHUNK=self._own_chunk,
-                PIECES=4 if world.backend != "host" and config.block_n >= 64 else 1,
-                **product.constants, **product.product_constants(config, sizes, steps, described),
-            )  # fmt: skip
-        return self._kernels[layout]
-
-
-def fused_tile(plan: ReducedProduct, config: Config | None, rows: int, passes: int = 1) -> Config:
-    """The tile of a product of which each rank owns `rows` rows; see choose_tile."""
-    k, n = plan.shape_b
-    last = min(rows, sent_rows(plan, rows, passes)) * n * plan.partial_dtype.itemsize
-    sending_us = engines_us(plan.world.backend, last)
-    return plan.product.tile(config, plan.world, rows, n, k, plan.group.size, sending_us=sending_us)
-
-
-def sent_rows(plan: ReducedProduct, rows: int, passes: int = 1) -> int:
-    """Rows of a chunk of a peer's `rows` partial rows: a power of two.
-
-    The last peer's are needed as soon as the own tiles are computed. If all blocks are at work for
-    the rows of one rank, one part of them is sent while they compute the next.
-    """
-    limits = constants(plan.world.backend)
-    most, tile = limits.scattered_rows, limits.tile[0] * limits.described_columns
-    half = max(most // 2, limits.tile[0])
-    if half < rows <= most and rows * plan.shape_b[1] > tile * limits.blocks:
-        return half
-    return chunk_rows(rows, most, plan.group.size - 1, passes)
-
-
-def chunk_rows(rows: int, least: int, peers: int, passes: int = 1) -> int:
-    """Rows of a chunk, a power of two if `least` is.
-
-    A stream's queue takes about 1000 entries: three for each chunk and peer, in each pass.
-    """
-    most = min(16, max(1, 300 // (max(1, peers) * passes)))
-    return max(least, power_of_two(-(-rows // most)))
-
-
-def _chunk_tiles(config: Config, rows: int, columns: int, chunk: int) -> list[int]:
-    """Tiles of each chunk of `chunk` rows; of one, if there are no rows."""
-    return [
-        config.tiles(min(chunk, rows - first), columns) for first in range(0, max(1, rows), chunk)
-    ]
+    def bind(self, plan: Any, *layout: Any) -> Bound:
+        """The product for operands so laid out."""
+        strides, steps, bias, aligned = layout
+        world, product, config = plan.world, plan.product, plan.config
+        sizes, size = plan._sizes(strides), plan.group.size
+        described = product.described(world, config, sizes, aligned)
+        scale, out = product.scale_dtype, product.out_dtype
+        kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)
+        beside = 0 if self.push is None else self.push.blocks
+        return plan.bind(
+            fused_kernel, blocks_for(world, self._tiles * size, beside), kinds, *self._shared,
+            self._rows, *sizes, self._chunks, CHUNK=self._chunk, OWN_CHUNK=self._own_chunk,
+            PIECES=4 if world.backend != "host" and config.block_n >= 64 else 1,
+            **product.constants, **product.product_constants(config, sizes, steps, described),
+        )  # fmt: skip
 
 
 @takes_options(ProductOptions)
@@ -376,7 +366,7 @@ def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **option
         In what partial sums travel; None: the output's dtype.
     algorithm : {"fused", "one_kernel", "low_latency", "unfused"}, optional
     bias : array, optional
-        (N,), added once, after the reduction; then the activation.
+        (N,), of any floating-point type, added once, after the reduction; then the activation.
     scale_a, scale_b : optional
         Of this rank's a and b.
     activation, out_dtype, out, allow_tf32, fast_accum, config, team, stream
@@ -387,4 +377,5 @@ def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **option
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
     pending fault.
     """
-    return reduced_product(MatmulReduceScatter, a, b, partial_dtype, ProductOptions(**options))
+    given = options_of(matmul_reduce_scatter, options)
+    return reduced_product(MatmulReduceScatter, a, b, partial_dtype, given)

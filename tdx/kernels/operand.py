@@ -341,7 +341,17 @@ def for_each(value: Any, count: int, single: bool, what: str) -> list[Any]:
     """One value of an operation for each of `count` b; `single`: not in a sequence."""
     if value is None:
         return [None] * count
-    values = [value] if single or isinstance(value, Real) else list(value)
-    if len(values) != count:
-        raise InvalidArgument(f"expected one for each of {count} b, got {len(values)} {what}")
-    return values
+    if single:
+        return [value]
+    shape = None if isinstance(value, Real) else getattr(value, "shape", None)
+    try:
+        values = list(value)
+    except TypeError:  # a number, or an array without axes
+        values = []
+    if len(values) == count and (shape is None or len(shape) > 1):
+        return values
+    if shape is not None:
+        given = f"one array of shape {tuple(shape)}"
+    else:
+        given = f"{len(values)}" if hasattr(value, "__len__") else repr(value)
+    raise InvalidArgument(f"{what}: expected a sequence of {count}, one for each b, got {given}")

@@ -152,8 +152,9 @@ class Plan(Repeating):
     def bind(
         self, kernel: Any, grid: int, pointers: Sequence[Any], *args: Any, **constants: Any
     ) -> Bound:
-        """A kernel of `grid` blocks, compiled and loaded, so that calls do neither.
+        """A kernel of `grid` blocks, compiled and loaded for operands at multiples of 16 bytes.
 
+        A first launch with others does so again, and so does whoever binds within a call.
         `pointers` are the dtypes of its leading parameters, or Described; `args` are all other
         run-time ones. It is called with a stream and an operand for each leading parameter.
         """

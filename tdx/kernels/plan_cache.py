@@ -68,7 +68,7 @@ def check_recording(world: World, operation: str, stream: Any) -> None:
     if world.driver.recorded_elsewhere(handle):
         raise InvalidArgument(
             f"{operation} would load a kernel while another library records a graph of the "
-            "stream; call it once before, with the same shapes"
+            "stream; call it once before, with the same shapes and layouts"
         )
 
 

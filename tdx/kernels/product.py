@@ -1,78 +1,44 @@
-"""What products have in common on the host: tiles, options, and the checks of operands.
-
-`matmul` documents the options of the one-line functions.
-"""
+"""What products have in common on the host: types, tiles, and the checks of operands."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, operand
-from tdx.kernels.plan_cache import remembered
+from tdx.kernels.plan import Plan
+from tdx.kernels.plan_cache import check_recording, remembered
 from tdx.kernels.select import constants
 from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
 from tdx.runtime import dtypes
 from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
-from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
 __all__ = [
     "ACTIVATIONS",
     "Config",
     "Product",
-    "ProductOptions",
     "blocks_for",
-    "given_operand",
-    "takes_options",
+    "check_loading",
 ]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 _FLOAT8 = "float8_e4m3fn"
 _OUTPUTS = ("float16", "bfloat16", "float32")
 _INPUTS = (*_OUTPUTS, _FLOAT8)
 _FLOAT32 = dtypes.resolve("float32")
+_BIASES = ", ".join(dtype.name for dtype in dtypes.SUPPORTED if dtypes.is_float(dtype))
 _IMPRECISE = ("sm_89", "sm_90")  # sum float8 in less than float32
 
 
-@dataclass(kw_only=True)
-class ProductOptions:
-    """Options of the one-line functions, as `matmul` has them."""
-
-    bias: Any = None
-    activation: str | None = None
-    scale_a: Any = None
-    scale_b: Any = None
-    out_dtype: Any = None
-    out: Any = None
-    allow_tf32: bool = False
-    fast_accum: bool = False
-    config: Config | None = None
-    algorithm: str | None = None
-    team: Group | None = None
-    stream: Any = None
-
-    @property
-    def of_plan(self) -> dict[str, Any]:
-        """Those that a plan is made with."""
-        return {
-            "bias": self.bias is not None,
-            "activation": self.activation,
-            "out_dtype": self.out_dtype,
-            "allow_tf32": self.allow_tf32,
-            "fast_accum": self.fast_accum,
-            "config": self.config,
-            "algorithm": self.algorithm,
-        }
+def usual_output(dtype: np.dtype) -> np.dtype:
+    """The type of a product of `dtype` inputs, unless another is asked for."""
+    return dtypes.resolve("bfloat16") if dtype.name == _FLOAT8 else dtype
 
 
 @dataclass(frozen=True)
@@ -109,8 +75,7 @@ class Product:
         """Check the options of a product of `dtype` inputs."""
         dtype, arch = dtypes.resolve(dtype), world.device.arch
         scaled = dtype.name == _FLOAT8
-        usual = "bfloat16" if scaled else dtype
-        out = dtypes.resolve(usual if out_dtype is None else out_dtype)
+        out = usual_output(dtype) if out_dtype is None else dtypes.resolve(out_dtype)
         if dtype.name not in _INPUTS or out.name not in _OUTPUTS:
             raise DtypeError(
                 f"products take {', '.join(_INPUTS)} and give {', '.join(_OUTPUTS)}; got {dtype} "
@@ -132,6 +97,11 @@ class Product:
     def scale_dtype(self) -> np.dtype:
         """The type of scales, or of what stands in for them."""
         return _FLOAT32 if self.scaled else self.dtype
+
+    @property
+    def bias_dtype(self) -> np.dtype:
+        """The type that a bias usually has, or of what stands in for it."""
+        return self.out_dtype if self.bias else self.dtype
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -157,6 +127,11 @@ class Product:
         if self.scaled and config.block_k < FLOAT8_DEPTH:
             raise InvalidArgument(
                 f"block_k={config.block_k} must be >= {FLOAT8_DEPTH} for products of {self.dtype}"
+            )
+        if config.group_m * -(-n // config.block_n) >= 1 << 31:  # kernels count them in 32 bits
+            raise InvalidArgument(
+                f"group_m={config.group_m} with N={n}: so many rows of tiles must have less than "
+                "2**31 tiles; pass less"
             )
         if config.descriptors:
             _refuse(self._unfit(world, config))
@@ -281,6 +256,8 @@ class Product:
         if bias is None:
             return fallback
         op = operand(world, bias, "bias")
+        if not dtypes.is_float(op.dtype):
+            raise DtypeError(f"bias has dtype {op.dtype}, expected one of {_BIASES}")
         if op.shape != (n,) or not op.contiguous:
             raise InvalidArgument(f"bias must be contiguous with shape ({n},), got {op.shape}")
         return op
@@ -344,22 +321,12 @@ def _constant(world: World, value: float, what: str) -> Operand:
     return remembered(world, "scale" if value != 1 else "scale of 1", value, make)
 
 
-def takes_options(source: Any) -> Callable[[F], F]:
-    """Name the keywords of `source` in the signature of a function that passes them on to it."""
-    named = [p for p in inspect.signature(source).parameters.values() if p.kind is p.KEYWORD_ONLY]
-
-    def decorate(function: F) -> F:
-        own = inspect.signature(function)
-        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        function.__signature__ = own.replace(parameters=kept + named)  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-def given_operand(call: Call, x: Any, what: str) -> Any:
-    """An option of a one-line function as its plan takes it: numbers and None as they are."""
-    return x if x is None or isinstance(x, Real) else call.operand(x, what)
+def check_loading(plan: Plan, stream: Any, *operands: Operand) -> None:
+    """Raise InvalidArgument if another library records the stream of a call of `plan`, which is
+    about to load a kernel; see Plan.begin."""
+    if stream is None and plan.world.recording is None:
+        stream = next((op.home for op in operands if op.home is not None), None)
+    check_recording(plan.world, plan.operation, stream)
 
 
 def blocks_for(world: World, tiles: int, beside: int = 0) -> int:

@@ -63,7 +63,7 @@ class ProductFirst:
             world, shape, plan.partial_dtype, team=plan.group, buffer=self._later,
             out_dtype="float32" if self._later else product.out_dtype,
         )  # fmt: skip
-        self._kernels: dict[Any, Bound] = {}
+        self._finishing: dict[np.dtype, Bound] = {}  # by the type of the bias
 
     def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call."""
@@ -76,38 +76,29 @@ class ProductFirst:
             total = operand(plan.world, self._reduce(sums, stream=handle), "total")
             self._finish(plan, bias.dtype)(handle, total, c, bias)
 
-    def kernel(self, plan: Any, *layout: Any) -> Bound:
-        """The product for operands so laid out, bound at first use."""
-        if layout not in self._kernels:
-            product, (strides, steps, bias, aligned) = self._own, layout
-            sizes, scale = plan._sizes(strides), product.scale_dtype
-            described = product.described(plan.world, plan.config, sizes, aligned)
-            others = (product.out_dtype, plan.dtype, scale, scale)
-            self._kernels[layout] = bind_matmul(
-                plan.world,
-                product,
-                plan.config,
-                sizes,
-                steps,
-                described,
-                others,
-                self._memory,
-            )
-            if self._later:
-                self._finish(plan, bias)
-        return self._kernels[layout]
+    def bind(self, plan: Any, *layout: Any) -> Bound:
+        """The product for operands so laid out."""
+        product, (strides, steps, bias, aligned) = self._own, layout
+        sizes, scale = plan._sizes(strides), product.scale_dtype
+        described = product.described(plan.world, plan.config, sizes, aligned)
+        others = (product.out_dtype, plan.dtype, scale, scale)
+        if self._later:
+            self._finish(plan, bias)
+        return bind_matmul(
+            plan.world, product, plan.config, sizes, steps, described, others, self._memory
+        )
 
     def _finish(self, plan: Any, bias: np.dtype) -> Bound:
         """What adds a bias of this type, bound at first use."""
-        if bias not in self._kernels:
+        if bias not in self._finishing:
             config, columns = plan.config, plan.shape_b[1]
             rows = elements(plan.out_shape[:-1])
             height, width = min(config.block_m, 64), min(config.block_n, 64)
             tiles = -(-rows // height) * -(-columns // width)
-            self._kernels[bias] = plan.bind(
+            self._finishing[bias] = plan.bind(
                 finish_kernel, plan.blocks_for(tiles),
                 (np.dtype("float32"), plan.product.out_dtype, bias), plan.group.handle,
                 rows, columns, BM=height, BN=width, EVEN=columns % 16 == 0,
                 num_warps=config.num_warps, **plan.product.constants,
             )  # fmt: skip
-        return self._kernels[bias]
+        return self._finishing[bias]

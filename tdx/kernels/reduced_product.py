@@ -9,7 +9,8 @@ from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, check_apart, elements, flattened, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.plan_cache import known_plan
-from tdx.kernels.product import Config, Product, ProductOptions, given_operand, takes_options
+from tdx.kernels.product import Config, Product, check_loading
+from tdx.kernels.product_options import ProductOptions, given_operand, product_of, takes_options
 from tdx.kernels.tiles import check_config
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
@@ -24,8 +25,8 @@ __all__ = ["ReducedProduct", "Way", "check_fused", "reduced_product"]
 class Way(Protocol):
     """Workspaces and kernels of one algorithm. Part of a plan, which it does not hold."""
 
-    def kernel(self, plan: Any, *layout: Any) -> Bound:
-        """The product for operands so laid out, bound at first use.
+    def bind(self, plan: Any, *layout: Any) -> Bound:
+        """The product for operands so laid out.
 
         `layout`: strides, steps between scales, the bias' dtype, whether a and b are aligned.
         """
@@ -35,33 +36,13 @@ class Way(Protocol):
 
 
 class ReducedProduct(Plan):
-    """Base of plans for the sum of a . b over ranks, ready to be called.
+    """Base of plans for the sum of a . b over ranks, which document the parameters.
 
-    Parameters
-    ----------
-    world : World
-    shape_a, shape_b : tuple
-        (..., K_local) and (K_local, N) of this rank, any extents. All but K_local are the same on
-        every rank. (Ranks must make plans together: with the one-line function, all change their
-        shapes in the same call.)
-    dtype
-        float16, bfloat16, float32 or float8_e4m3fn.
-    partial_dtype : {None, "float32"}
-        In what partial sums travel; None: the output's dtype.
-    algorithm : str, optional
-    config : Config, optional
-    team : Team, optional
-    buffer : bool
-        Whether the plan has a result buffer, for calls without `out`.
-    bias : bool
-        Whether calls pass a vector of N elements.
-    activation, out_dtype, allow_tf32, fast_accum
-        See matmul. Bias and activation apply once, after the reduction.
-
-    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
+    K_local may differ between ranks. Bias and activation apply once, after the reduction.
     """
 
     algorithms: ClassVar[tuple[str, ...]]
+    usual_result = staticmethod(usual_output)
     same_tile: bool  # do ranks meet tile by tile?
     out_shape: tuple[int, ...]
     _way: Way
@@ -83,7 +64,7 @@ class ReducedProduct(Plan):
     ):
         with self.agreement(world, team) as shared:
             self.shape_a, self.shape_b = plain_shape(shape_a), plain_shape(shape_b)
-            self.product = Product.make(world, dtype, **product)
+            self.product = product_of(self, dtype, product)
             self.dtype = self.product.dtype
             out = self.product.out_dtype
             self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
@@ -94,7 +75,8 @@ class ReducedProduct(Plan):
             shared.update(
                 a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], dtype=self.dtype,
                 partial_dtype=self.partial_dtype, bias=self.product.bias,
-                activation=self.product.activation, out_dtype=out, algorithm=self.algorithm,
+                activation=self.product.activation, out_dtype=out, given_algorithm=algorithm,
+                algorithm=self.algorithm,
             )  # fmt: skip
             if self.same_tile:
                 tile = self.config
@@ -102,9 +84,11 @@ class ReducedProduct(Plan):
         with self.preparation():
             self._out = self.result_buffer(self.out_shape, out, buffer)
             self._way = self._build()
+            self._kernels: dict[Any, Bound] = {}  # by layout, see Way
             usual = (self.shape_a[-1], 1, self.shape_b[1], 1)
             if 0 not in self.out_shape and self.product.prepares(self.config, self._sizes(usual)):
-                self._way.kernel(self, usual, (0, 0), self.dtype, True)
+                layout = (usual, (0, 0), self.product.bias_dtype, True)
+                self._kernels[layout] = self._way.bind(self, *layout)
 
     def __call__(
         self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None,
@@ -121,7 +105,7 @@ class ReducedProduct(Plan):
         else:
             handle, (y, x, to, *given), layout = same
             vector, left, right = (x if op is None else op for op in given)
-            run, ops = self._way.kernel(self, *layout), (x, y, left, right, to, vector)
+            run, ops = self._kernels[layout], (x, y, left, right, to, vector)
         if run is not None:
             self._way.run(self, run, handle, ops)
         return result
@@ -135,7 +119,12 @@ class ReducedProduct(Plan):
             x, y, left, right, to, vector = ops
             check_apart(self.operation, to, x, y, left, right, vector)
             layout = (strides, steps, vector.dtype, not (x.address | y.address) % 16)
-            run = None if 0 in to.shape else self._way.kernel(self, *layout)
+            run = None
+            if 0 not in to.shape:
+                run = self._kernels.get(layout)
+                if run is None:
+                    check_loading(self, stream, *ops)
+                    run = self._kernels[layout] = self._way.bind(self, *layout)
             handle = self.begin(stream, *ops)
         except Exception as error:
             self.refuse(error)

@@ -28,7 +28,7 @@ class Config:
     block_m, block_n, block_k : int
         Rows, columns and depth of a tile, powers of two >= 16; of float8 a depth >= 32.
     group_m : int
-        Rows of tiles that are walked through together.
+        Rows of tiles that are walked through together; they have less than 2**31 tiles.
     num_warps, num_stages : int
         Warps of a block, and depth of the load pipeline.
     split_k : int
@@ -64,6 +64,8 @@ class Config:
             raise InvalidArgument(
                 f"group_m={self.group_m} and num_stages={self.num_stages} must be >= 1"
             )
+        if self.group_m >= 1 << 31:
+            raise InvalidArgument(f"group_m={self.group_m} must be less than 2**31")
         if not 1 <= self.split_k <= 16:
             raise InvalidArgument(f"split_k={self.split_k} must be from 1 to 16")
 

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.standin.foreign import ShownArray
 from tests.standin.ranks import Rank, scenario
+from tests.standin.sharing import destroy, foreign_stream
 
 
 @scenario(2)
@@ -163,3 +165,65 @@ def products_are_loaded_before_kernels_wait_for_them(rank: Rank) -> None:
                 assert loads.pop() == loaded() == before + kernels * (out.data_ptr() % 16 > 0)
         world.close()
         del a, b, plan, memory, out
+
+
+@scenario(1, 2)
+def products_in_a_recording_of_another_library(rank: Rank) -> None:
+    """Operands that a plan has a kernel for are recorded; for others none can be loaded: refused
+    before anything is queued, and the peers are told."""
+    from tdx.kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+
+    with rank.leaves_modules(), pytest.MonkeyPatch.context() as patch:
+        told: list[str] = []
+        patch.setattr("tdx.kernels.plan.Plan.refuse", lambda plan, error: told.append(str(error)))
+        world = rank.init()
+        for kind, module in (
+            ("AllGatherMatmul", all_gather_matmul),
+            ("MatmulReduceScatter", matmul_reduce_scatter),
+            ("MatmulAllReduce", matmul_all_reduce),
+        ):
+            for algorithm in module.ALGORITHMS:
+                _record_products(rank, world, kind, algorithm, told)
+        world.close()
+
+
+def _record_products(rank: Rank, world: Any, kind: str, algorithm: str, told: list[str]) -> None:
+    from cuda.bindings import driver as cu
+
+    import tdx
+
+    def local(shape: Any, dtype: str = "bfloat16") -> Any:
+        return world.zeros(shape, dtype, symmetric=False)
+
+    plan = getattr(tdx, kind)(world, (32, 64), (64, 48), "bfloat16", algorithm=algorithm, bias=True)
+    x, y, bias = local((32, 64)), local((64, 48)), local(48)
+    unlike = (
+        (x, local((48, 64)).T, bias), (x, y, local(48, "float32")),
+        (x, local(64 * 48 + 1)[1:].reshape((64, 48)), bias),
+    )  # fmt: skip
+    stream = foreign_stream()
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    assert not int(cu.cuStreamBeginCapture(stream, mode)[0])
+    plan(x, y, bias=bias, stream=stream)
+    shown = ShownArray(bias, stream=stream, typestr="<f2")
+    for a, b, c, named in (  # the last time the owner of the bias, not the caller, tells the stream
+        *((*each, {"stream": stream}) for each in unlike), (x, unlike[0][1], shown, {}),
+    ):  # fmt: skip
+        before, calls = rank.fake.launches, plan.calls
+        with rank.raises(f"{plan.operation} would load a kernel", kind="InvalidArgument"):
+            plan(a, b, bias=c, **named)
+        assert (rank.fake.launches, plan.calls) == (before, calls)
+        assert "would load a kernel" in told.pop()
+        assert not told
+    error, graph = cu.cuStreamEndCapture(stream)
+    assert not int(error), error
+    for a, b, c in unlike:
+        plan(a, b, bias=c)
+    assert not int(cu.cuStreamBeginCapture(stream, mode)[0])
+    for a, b, c in unlike:  # there is a kernel now
+        plan(a, b, bias=c, stream=stream)
+    error, again = cu.cuStreamEndCapture(stream)
+    assert not int(error), error
+    for made in (graph, again):
+        cu.cuGraphDestroy(made)
+    destroy(stream)

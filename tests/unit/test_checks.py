@@ -10,7 +10,7 @@ import pytest
 
 from tdx.kernels.all_reduce import Config
 from tdx.kernels.matmul import Config as Tile
-from tdx.runtime.checks import as_float, as_int, check_int
+from tdx.runtime.checks import as_float, as_int, check_flag, check_int
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.init import _checked
 
@@ -33,6 +33,14 @@ def test_no_integers(value):
 def test_floats(value):
     assert as_float(value) == 2
     assert type(as_float(value)) is float
+
+
+def test_flags():
+    for value in (True, np.True_, False, np.False_):
+        assert check_flag("plan", "bias", value) is bool(value)
+    for value in (1, 0, None, "yes", np.array(True), [True]):
+        with pytest.raises(InvalidArgument, match=r"^plan: bias=.* must be True or False"):
+            check_flag("plan", "bias", value)
 
 
 def test_no_floats():

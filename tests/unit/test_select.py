@@ -10,8 +10,8 @@ from tdx.kernels import all_reduce, all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.gathering_product import one_kernel, senders_of
-from tdx.kernels.matmul_reduce_scatter import sent_rows
 from tdx.kernels.operand import byte_units
+from tdx.kernels.scattered_rows import sent_rows
 from tdx.kernels.select import (
     CONSTANTS,
     COSTS,
@@ -337,7 +337,9 @@ def test_a_tile_must_be_powers_of_two(values):
         Config(*values)
 
 
-@pytest.mark.parametrize("options", [{"num_warps": 3}, {"group_m": 0}, {"num_stages": 0}])
+@pytest.mark.parametrize(
+    "options", [{"num_warps": 3}, {"group_m": 0}, {"group_m": 1 << 31}, {"num_stages": 0}]
+)
 def test_other_options_of_a_matmul(options):
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         Config(16, 16, 16, **options)

@@ -319,8 +319,8 @@ def case_bad_arguments(world):
         (InvalidArgument, "algorithm='ring'", lambda: call(x, y, algorithm="ring")),
         (InvalidArgument, "scale_b is for", lambda: call(x, y, scale_b=1.0)),
         (InvalidArgument, "shape", lambda: call(x, y, out=x)),
-        (InvalidArgument, "2 b", lambda: call(x, [y, y], out=[x])),
-        (InvalidArgument, "2 b", lambda: call(x, [y, y], bias=[y[0]])),
+        (InvalidArgument, "sequence of 2", lambda: call(x, [y, y], out=[x])),
+        (InvalidArgument, "sequence of 2", lambda: call(x, [y, y], bias=[y[0]])),
         (InvalidArgument, "for algorithm=\"fused\"",
          lambda: tdx.AllGatherMatmul(
              world, (4, 8), (8, 5), "float32", algorithm="one_kernel", trace=True)),

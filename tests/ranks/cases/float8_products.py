@@ -11,6 +11,7 @@ import tdx
 from tdx.kernels.all_gather_matmul import ALGORITHMS as GATHERS
 from tdx.kernels.matmul import Config
 from tdx.kernels.matmul_all_reduce import ALGORITHMS
+from tdx.kernels.matmul_reduce_scatter import ALGORITHMS as SCATTERS
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
 from tdx.runtime.init import current_world
 from tests.helpers.blocks import copy_engines
@@ -91,6 +92,35 @@ def case_scales_come_before_bias_and_activation(world, dtype):
         scale_b=right, out_dtype=dtype,
     )  # fmt: skip
     close(result, activated(exact(a, b, left, right) + bias, "gelu"), dtype)
+
+
+@worlds(1, 2)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [
+        *(("AllGatherMatmul", name) for name in GATHERS),
+        *(("MatmulReduceScatter", name) for name in SCATTERS),
+        *(("MatmulAllReduce", name) for name in ALGORITHMS),
+    ],
+)
+def case_plans_have_the_kernel_of_the_usual_bias(world, kind, algorithm, bias):
+    """One of the result's type: its first call binds no kernel."""
+    options = {"algorithm": algorithm, "bias": bias}
+    plan = getattr(tdx, kind)(world, (16, 32), (32, 48), KIND, **options)
+    x, y = (world.zeros(shape, KIND, symmetric=False) for shape in ((16, 32), (32, 48)))
+    given = {"bias": world.zeros(48, "bfloat16", symmetric=False)} if bias else {}
+    bound, bind = [], world.driver.bind
+    world.driver.bind = lambda kernel, *args: bound.append(kernel) or bind(kernel, *args)
+    try:
+        plan(x, y, **given)
+        assert not bound
+        if bias:
+            plan(x, y, bias=world.zeros(48, "float32", symmetric=False))
+            assert bound
+    finally:
+        del world.driver.bind
+    world.synchronize()
 
 
 @worlds(1, 2)
@@ -319,7 +349,7 @@ def case_bad_arguments(world, name):
 @worlds(2)
 def case_one_scale_for_several_b(world):
     x, y = world.zeros((4, 32), KIND), world.zeros((32, 5), KIND)
-    with pytest.raises(InvalidArgument, match="2 b, got 1 scale_b"):
+    with pytest.raises(InvalidArgument, match=r"scale_b: expected a sequence of 2, .* got 1\.0"):
         tdx.all_gather_matmul(x, [y, y], scale_b=1.0)
 
 
