@@ -90,7 +90,9 @@ def _panel(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     )
     for name in names:
         points = [(row[across], row[name]) for row in rows if name in row]
-        style = {"color": "black", "linestyle": ":"} if name == "floor" else {"marker": "o"}
+        is_floor = name == "floor"
+        # a line of one point shows by its marker alone
+        style = {"color": "black", "linestyle": ":", "marker": "x"} if is_floor else {"marker": "o"}
         axes.plot(*zip(*points, strict=True), label=name, markersize=3, linewidth=1, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

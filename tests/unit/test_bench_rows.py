@@ -195,8 +195,11 @@ def test_panels_of_several_types(tmp_path, monkeypatch):
 def test_lines_of_a_picture():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figure, axes = pyplot.subplots()
-    plot._panel(axes, [{"bytes": 64, "push": 1.0, "push_host": 9.0, "gap": 1.0, "ratio": 2.0}])
-    assert [line.get_label() for line in axes.get_lines()] == ["push"]
+    times = {"push": 1.0, "push_host": 9.0, "floor": 0.5}
+    plot._panel(axes, [{"bytes": 64, **times, "gap": 1.0, "ratio": 2.0}])
+    lines = axes.get_lines()
+    assert [line.get_label() for line in lines] == ["push", "floor"]
+    assert all(line.get_marker() != "None" for line in lines)  # of one size nothing else shows
     pyplot.close(figure)
 
 
