@@ -22,8 +22,8 @@ _SIZES = tuple(1 << shift for shift in range(12, 29, 2))  # 4 KiB to 256 MiB
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     world = bench.world
-    for nbytes in bench.sizes(_SIZES):
-        numel = max(1, nbytes // world.size // bench.dtype.itemsize)
+    for nbytes in bench.sizes(_SIZES, world.size):
+        numel = nbytes // world.size // bench.dtype.itemsize
         given = [bench.pattern(r, numel * bench.dtype.itemsize) for r in range(world.size)]
         mine = given[world.rank]
         fast = takes_low_latency(mine.nbytes, world.size)

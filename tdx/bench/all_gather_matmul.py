@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import tdx
 from tdx.kernels.all_gather_matmul import ALGORITHMS
 from tdx.tools.collectives import algorithm_of
-from tdx.tools.reference import Gathered
+from tdx.tools.reference import FACTORS, Gathered
 from tdx.tools.timing import host_time
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
 SEQUENCES = ("nccl+library", "tdx+library", "tdx+matmul")
+DTYPES = FACTORS
 COLUMNS = (
     "M", "N", "K", "library", "matmul", *SEQUENCES, "async_tp", *ALGORITHMS, "chosen", "algorithm",
     "gap", "floor", "% of floor", "ratio",

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import tdx
 from tdx.kernels.select import LOW_LATENCY_BYTES
-from tdx.tools.collectives import Collective, columns, summands
+from tdx.tools.collectives import REDUCED, Collective, columns, summands
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
 ALGORITHMS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
 _OWN_MEMORY = ("torch_one_shot", "torch_two_shot")
+DTYPES = REDUCED
 COLUMNS = columns(("nccl", *_OWN_MEMORY), ALGORITHMS)
 _LIMITS = {"low_latency": 1 << 20, "low_latency_two_shot": LOW_LATENCY_BYTES, "one_shot": 4 << 20}
 _SIZES = tuple(1 << n for n in range(10, 29, 2))
@@ -23,7 +24,7 @@ _SIZES = tuple(1 << n for n in range(10, 29, 2))
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     world = bench.world
     for nbytes in bench.sizes(_SIZES):
-        numel = max(1, nbytes // bench.dtype.itemsize)
+        numel = nbytes // bench.dtype.itemsize
         given, expected = summands(bench, numel)
         yield from Collective(
             nbytes,

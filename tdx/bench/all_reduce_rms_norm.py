@@ -15,13 +15,14 @@ import numpy as np
 import tdx
 from tdx.kernels.select import LOW_LATENCY_BYTES
 from tdx.tools.collectives import algorithm_of
-from tdx.tools.reference import Matrix, Result, sample
+from tdx.tools.reference import BOUNDS, Matrix, Result, sample
 from tdx.tools.timing import host_time
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
 ALGORITHMS = ("low_latency", "one_shot", "two_shot")
+DTYPES = tuple(BOUNDS)
 COLUMNS = (
     "M", "N", "nccl+library", "all_reduce", *ALGORITHMS, "chosen", "algorithm", "gap", "cost",
     "floor", "% of floor", "ratio",

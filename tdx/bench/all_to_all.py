@@ -22,8 +22,8 @@ _SIZES = tuple(1 << shift for shift in range(12, 29, 2))  # 4 KiB to 256 MiB
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     world = bench.world
-    for nbytes in bench.sizes(_SIZES):
-        block = max(1, nbytes // world.size // bench.dtype.itemsize) * bench.dtype.itemsize
+    for nbytes in bench.sizes(_SIZES, world.size):
+        block = nbytes // world.size
         given = [bench.pattern(r, block * world.size) for r in range(world.size)]
         blocks = [values[world.rank * block :][:block] for values in given]
         x = given[world.rank].view(bench.dtype)

@@ -21,7 +21,7 @@ _SIZES = tuple(1 << shift for shift in range(12, 29, 2))  # 4 KiB to 256 MiB
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     world = bench.world
     for nbytes in bench.sizes(_SIZES):
-        numel = max(1, nbytes // bench.dtype.itemsize)
+        numel = nbytes // bench.dtype.itemsize
         given = bench.pattern(world.rank, numel * bench.dtype.itemsize)
         fast = takes_low_latency(given.nbytes, world.size)
         yield from Collective(

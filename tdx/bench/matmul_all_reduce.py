@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import tdx
 from tdx.kernels.matmul_all_reduce import ALGORITHMS
 from tdx.tools.collectives import algorithm_of
-from tdx.tools.reference import Summands
+from tdx.tools.reference import FACTORS, Summands
 from tdx.tools.timing import host_time
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
 SEQUENCES = ("nccl+library", "symm+library", "tdx+library", "tdx+matmul")
+DTYPES = FACTORS
 COLUMNS = (
     "M", "N", "K", "library", "matmul", *SEQUENCES, *ALGORITHMS, "chosen", "algorithm", "gap",
     "floor", "% of floor", "ratio",

@@ -16,13 +16,14 @@ import tdx
 from tdx.kernels.matmul_reduce_scatter import ALGORITHMS
 from tdx.kernels.select import takes_low_latency
 from tdx.tools.collectives import algorithm_of
-from tdx.tools.reference import Summands
+from tdx.tools.reference import FACTORS, Summands
 from tdx.tools.timing import host_time
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
 SEQUENCES = ("nccl+library", "tdx+library", "tdx+matmul")
+DTYPES = FACTORS
 COLUMNS = (
     "M", "N", "K", "library", "matmul", *SEQUENCES, "async_tp", *ALGORITHMS, "chosen", "algorithm",
     "gap", "floor", "% of floor", "ratio",

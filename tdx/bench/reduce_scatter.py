@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import tdx
 from tdx.kernels.select import takes_low_latency
-from tdx.tools.collectives import Collective, columns, summands
+from tdx.tools.collectives import REDUCED, Collective, columns, summands
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
 ALGORITHMS = ("low_latency", "push")
+DTYPES = REDUCED
 COLUMNS = columns(("nccl",), ALGORITHMS)
 _SIZES = tuple(1 << n for n in range(12, 29, 2))
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     world = bench.world
-    for nbytes in bench.sizes(_SIZES):
-        shard = max(1, nbytes // bench.dtype.itemsize // world.size)
+    for nbytes in bench.sizes(_SIZES, world.size):
+        shard = nbytes // world.size // bench.dtype.itemsize
         given, total = summands(bench, shard * world.size)
         fast = takes_low_latency(nbytes, world.size)
         yield from Collective(

@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import pkgutil
 import platform
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tdx.runtime.errors import InvalidArgument, Unsupported
+from tdx.tools import bench_options
+from tdx.tools.bench_options import add_arguments
 
 if TYPE_CHECKING:
     from tdx.tools.comparison import Comparison
@@ -37,106 +37,23 @@ _FLOOR_ARCH = "sm_90"
 _FLOOR_US = 2.2
 _LINK_BYTES_PER_US = 391e3
 _HOST_RANKS = 4
-_WIDTHS = {"what": 34, "algorithm": 22}  # of columns of text
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    import tdx.bench
-    from tdx.tools import presets
-
-    names = sorted(module.name for module in pkgutil.iter_modules(tdx.bench.__path__))
-    parser.add_argument("operation", choices=names, metavar="OPERATION", help=", ".join(names))
-    parser.add_argument("-n", "--ranks", type=int, help="number of ranks (default: 4, or the GPUs)")
-    parser.add_argument(
-        "--backend", choices=("host", "cuda", "hip"), help="where (default: GPUs if there are any)"
-    )
-    parser.add_argument(
-        "--sizes",
-        metavar="BYTES,...",
-        help="of collectives: bytes as in the tables' first column, as 4096,64K,1MiB; 1KiB:1GiB is "
-        "every power of two from the first to the last",
-    )
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        metavar="M,N,K",
-        help="of products: M of all ranks, N and K of one; all_reduce_rms_norm takes M,N",
-    )
-    parser.add_argument(
-        "--preset",
-        choices=presets.PRESETS,
-        help="shapes of products (default: default, on the host tier tiny)",
-    )
-    parser.add_argument("--dtype", default="bfloat16", help="element type (default bfloat16)")
-    parser.add_argument("--no-peers", action="store_true", help="measure tdx alone")
-    parser.add_argument(
-        "--all-algorithms",
-        action="store_true",
-        help="measure each algorithm of tdx as well as the one that is chosen, with the gap "
-        "between that and the fastest",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON as well")
-    parser.add_argument("--plot", metavar="FILE", help="draw the times as PNG (needs matplotlib)")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+_WIDTHS = {"what": 34, "algorithm": 22, "dtype": 15}  # of columns of text
 
 
 def main(args: argparse.Namespace) -> int:
     """Start the ranks and run the benchmark on them."""
     from tdx.runtime.backends import choose
-    from tdx.tools import facts, plot, run
+    from tdx.tools import facts, run
 
     if args.ranks is None:
         on_host = choose(args.backend) == "host"
         args.ranks = _HOST_RANKS if on_host else max(1, len(facts.devices().get("gpus", ())))
-    _check(args)
-    options = [args.operation, "--dtype", args.dtype]
-    for name in ("sizes", "preset", "json", "backend"):
-        if getattr(args, name):
-            options += [f"--{name}", getattr(args, name)]
-    options += ["--shapes", *args.shapes] if args.shapes else []
-    for name in ("no_peers", "all_algorithms", "markdown"):
-        options += [f"--{name.replace('_', '-')}"] * getattr(args, name)
-    if args.plot:
-        plot.require()
-        options += ["--plot", args.plot]
+    bench_options.check(args)
     job = argparse.Namespace(
         ranks=args.ranks, backend=args.backend, timeout=None, keep_going=False, no_prefix=True,
-        module=["tdx.tools.bench", *options], script=[],
+        module=["tdx.tools.bench", *bench_options.words(args)], script=[],
     )  # fmt: skip
     return run.main(job)
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise InvalidArgument for words that the operation does not take."""
-    from tdx.runtime import dtypes
-    from tdx.tools import plot, presets
-
-    module = importlib.import_module(f"tdx.bench.{args.operation}")
-    axis = module.COLUMNS[0]
-    if args.all_algorithms and not hasattr(module, "ALGORITHMS"):
-        raise InvalidArgument(f"--all-algorithms: {args.operation} has none to choose from")
-    for name, wanted in (("sizes", "bytes"), ("shapes", "M"), ("preset", "M")):
-        if getattr(args, name) and axis != wanted:
-            raise InvalidArgument(f"--{name}: {args.operation} does not take it; see --help")
-    if args.shapes and args.preset:
-        raise InvalidArgument("--shapes and --preset: give one of them")
-    presets.given(args.shapes or (), args.operation, args.ranks)
-    itemsize = dtypes.resolve(args.dtype).itemsize
-    for nbytes in _sizes(args):
-        if nbytes % itemsize:
-            raise InvalidArgument(
-                f"--sizes: {nbytes} bytes are no whole number of elements of {args.dtype}, which "
-                f"take {itemsize} each"
-            )
-    if args.plot and axis not in plot.AXES:
-        raise InvalidArgument(
-            f"--plot {args.plot}: {args.operation} measures no sizes to draw times over; --json "
-            "writes its rows"
-        )
-    for name in ("json", "plot"):
-        path = getattr(args, name)
-        if path and not Path(path).absolute().parent.is_dir():
-            raise InvalidArgument(f"--{name} {path}: there is no such folder")
 
 
 class Bench:
@@ -145,22 +62,38 @@ class Bench:
     Attributes
     ----------
     world : World
+    dtypes : list of np.dtype
+        The element types to measure.
     dtype : np.dtype
+        Of the rows that are being measured.
     peers : Peers
     """
 
     def __init__(self, world: Any, args: argparse.Namespace):
-        from tdx.runtime import dtypes
         from tdx.tools.peers import Peers, open_peers
 
         self.world = world
-        self.dtype = dtypes.resolve(args.dtype)
+        self.dtypes = bench_options.types(args)
+        self.dtype = self.dtypes[0]
         self.peers = Peers("--no-peers") if args.no_peers else open_peers(world)
         self._args = args
 
-    def sizes(self, default: Sequence[int]) -> list[int]:
-        """Bytes per rank to measure: as asked for, else the default."""
-        return _sizes(self._args) or list(default)
+    def rows(self, module: Any) -> Iterator[dict[str, Any]]:
+        """The rows of each element type; of several, with its name."""
+        for dtype in self.dtypes:
+            self.dtype = dtype
+            name = {"dtype": dtype.name} if len(self.dtypes) > 1 else {}
+            for row in module.rows(self):
+                yield name | row
+
+    def sizes(self, default: Sequence[int], parts: int = 1) -> list[int]:
+        """Bytes per rank to measure: as asked for, else the default.
+
+        Each is of `parts` equal parts of whole elements: rounded down, but to one element at least.
+        """
+        unit = parts * self.dtype.itemsize
+        wanted = bench_options.sizes(self._args) or default
+        return [max(unit, nbytes // unit * unit) for nbytes in wanted]
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes to measure, see presets: as asked for, else the default of the backend."""
@@ -230,35 +163,6 @@ class Bench:
             row["% of floor"] = 100 * row["floor"] / chosen
 
 
-def _sizes(args: argparse.Namespace) -> list[int]:
-    texts = args.sizes.split(",") if args.sizes else []
-    return [nbytes for text in texts for nbytes in _size_or_range(text)]
-
-
-def _size_or_range(text: str) -> list[int]:
-    """Of a size, or of a range such as 1KiB:1GiB the powers of two in it."""
-    first, *last = map(_bytes, text.split(":", 1))
-    if not last:
-        return [first]
-    if first.bit_count() > 1 or last[0].bit_count() > 1 or first > last[0]:
-        raise InvalidArgument(
-            f"--sizes: {text!r} is no range: give two powers of two, the smaller one first, as "
-            "1KiB:1GiB"
-        )
-    return [1 << n for n in range(first.bit_length() - 1, last[0].bit_length())]
-
-
-def _bytes(text: str) -> int:
-    """A size such as 65536, 64K or 64KiB."""
-    found = re.fullmatch(r"(\d+) ?([KMG]?)(?:iB|B)?", text.strip(), re.IGNORECASE)
-    if found is None or not int(found[1]):
-        raise InvalidArgument(
-            f"--sizes: {text!r} is no size: give bytes > 0, as 65536, 64K or 64KiB, with commas "
-            "between them, or a range as 1KiB:1GiB"
-        )
-    return int(found[1]) << 10 * " KMG".index(found[2].upper() or " ")
-
-
 def _on_rank(argv: Sequence[str] | None = None) -> int:
     """Run a benchmark on this rank; rank 0 prints."""
     import tdx
@@ -271,12 +175,13 @@ def _on_rank(argv: Sequence[str] | None = None) -> int:
     with tdx.init(backend=args.backend) as world:
         bench = Bench(world, args)
         rows: list[dict[str, Any]] = []
-        columns, setting = _columns(module, args.all_algorithms), _setting(world, bench)
+        columns = ["dtype"] * (len(bench.dtypes) > 1) + _columns(module, args.all_algorithms)
+        setting = _setting(world, bench)
         document = {"setting": setting, "rows": rows, "notes": []}
         if world.rank == 0:
             print(f"{setting}; times in microseconds", flush=True)
             print(_heading(columns, args.markdown), flush=True)
-        for row in module.rows(bench):
+        for row in bench.rows(module):
             rows.append(row)
             if world.rank == 0:
                 print(_line(row, columns, args.markdown), flush=True)
@@ -308,7 +213,7 @@ def _setting(world: Any, bench: Bench) -> str:
     parts = [
         f"{world.size} x {world.device.name}", f"tdx {tdx.__version__}",
         f"Triton {triton.__version__}", f"Python {platform.python_version()}",
-        f"NumPy {np.__version__}", str(bench.dtype), bench.peers.names,
+        f"NumPy {np.__version__}", *map(str, bench.dtypes), bench.peers.names,
     ]  # fmt: skip
     return ", ".join(part for part in parts if part)
 
@@ -337,11 +242,12 @@ def _notes(missing: str, columns: Sequence[str], rows: Sequence[dict[str, Any]])
         library = any("library" in row for row in rows)
         what = "no collectives to compare with" if library else "nothing to compare with"
         alone = "library" in columns and not library
-        own = "; floor and ratio are with tdx's own matmul" if alone else ""
+        of = "floor and ratio are" if any("floor" in row for row in rows) else "ratio is"
+        own = f"; {of} with tdx's own matmul" if alone else ""
         notes.append(f"{what} ({missing}): those columns are empty{own}")
     found: dict[tuple[str, str], dict[str, None]] = {}  # of one size there may be several rows
     for row in rows:
-        shape = ",".join(str(row[axis]) for axis in ("bytes", *"MNK") if axis in row)
+        shape = ",".join(str(row[axis]) for axis in ("dtype", "bytes", *"MNK") if axis in row)
         for name, reason in row.get("failed", {}).items():
             found.setdefault((name, reason), {})[shape] = None
     for (name, reason), shapes in found.items():

@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tdx.runtime import dtypes
 from tdx.tools.timing import device_time, host_time
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
-__all__ = ["Collective", "algorithm_of", "columns", "summands"]
+__all__ = ["REDUCED", "Collective", "algorithm_of", "columns", "summands"]
 
+# Types that reductions take.
+REDUCED = tuple(
+    kind.name
+    for kind in dtypes.SUPPORTED
+    if dtypes.is_float(kind) or kind.name in ("int32", "int64")
+)
 _PAGE = (1 << 20) + 13  # odd, so that parts of an array differ
 
 

@@ -14,24 +14,38 @@ from typing import Any
 
 from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["AXES", "draw", "require"]
+__all__ = ["AXES", "check", "draw"]
 
 AXES = ("bytes", "M")  # what times are drawn over
 _NOT_TIMES = ("gap", "ratio", "% of floor", "cost")
 
 
-def require() -> None:
+def check(path: str) -> None:
+    """Raise InvalidArgument unless matplotlib is there and writes files with such a suffix."""
+    _require()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise InvalidArgument(
+            f"--plot {path}: matplotlib writes no such pictures; take a name that ends in one of "
+            + ", ".join(f".{kind}" for kind in kinds)
+        )
+
+
+def _require() -> None:
     """Raise InvalidArgument unless matplotlib is installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgument("--plot needs matplotlib: pip install matplotlib")
 
 
 def draw(title: str, setting: str, rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw every column of microseconds over `bytes` or `M`, both logarithmic, into a PNG.
+    """Draw every column of microseconds over `bytes` or `M`, both logarithmic, into the file.
 
-    Rows with M are drawn in one panel for each N and K, those with bytes in one for each memory.
+    Rows with M are drawn in one panel for each N and K, those with bytes in one for each memory;
+    of several element types each has its own.
     """
-    require()
+    _require()
     import matplotlib
 
     matplotlib.use("Agg")
@@ -39,12 +53,14 @@ def draw(title: str, setting: str, rows: Sequence[dict[str, Any]], path: str) ->
 
     panels: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
+        names = [row["dtype"]] if "dtype" in row else []
         if "M" in row:
-            name = ", ".join(f"{axis}={row[axis]}" for axis in "NK" if axis in row)
-            panels.setdefault(name, []).append(row)
+            names += [f"{axis}={row[axis]}" for axis in "NK" if axis in row]
         elif "bytes" in row:
-            name = f"{row['memory']} memory" if "memory" in row else ""
-            panels.setdefault(name, []).append(row)
+            names += [f"{row['memory']} memory"] if "memory" in row else []
+        else:
+            continue
+        panels.setdefault(", ".join(names), []).append(row)
     if not panels:
         raise InvalidArgument(f"{title}: nothing to draw over sizes")
     wide = min(3, len(panels))
@@ -74,7 +90,9 @@ def _panel(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     )
     for name in names:
         points = [(row[across], row[name]) for row in rows if name in row]
-        style = {"color": "black", "linestyle": ":"} if name == "floor" else {"marker": "o"}
+        is_floor = name == "floor"
+        # a line of one point shows by its marker alone
+        style = {"color": "black", "linestyle": ":", "marker": "x"} if is_floor else {"marker": "o"}
         axes.plot(*zip(*points, strict=True), label=name, markersize=3, linewidth=1, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tdx.runtime import dtypes
-from tdx.runtime.errors import DtypeError
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
     from tdx.runtime.world import World
 
-__all__ = ["BOUNDS", "FLOAT8", "SCALES", "Gathered", "Matrix", "Result", "Summands", "sample"]
+__all__ = [
+    "BOUNDS", "FACTORS", "FLOAT8", "SCALES", "Gathered", "Matrix", "Result", "Summands", "sample",
+]  # fmt: skip
 
-# Of norm(error) / norm(reference), by type of the result.
+# Of norm(error) / norm(reference), by type of the result: all that is checked.
 BOUNDS = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 2e-5}
 FLOAT8 = "float8_e4m3fn"
+FACTORS = (*BOUNDS, FLOAT8)  # types of operands of products
 # What float8 operands are to be multiplied by: numbers that are no powers of two, so that one that
 # is forgotten shows.
 SCALES = {"scale_a": 0.75, "scale_b": 1.25}
@@ -30,13 +32,7 @@ _MOST = 64  # rows and columns of a sample
 class Matrix:
     """Normally distributed values that every rank can tell, in whole or in part, from the seed."""
 
-    def __init__(
-        self, seed: int, shape: tuple[int, int], dtype: np.dtype, more: Sequence[str] = ()
-    ):
-        """`more`: names of types that are taken beside those of BOUNDS."""
-        taken = (*BOUNDS, *more)
-        if dtype.name not in taken:
-            raise DtypeError(f"--dtype {dtype}: this bench takes {', '.join(taken)}")
+    def __init__(self, seed: int, shape: tuple[int, int], dtype: np.dtype):
         length = min(_PAGE, shape[0] * shape[1])
         page = np.random.default_rng(seed).standard_normal(length, np.float32)
         self.shape = shape
@@ -87,11 +83,6 @@ class Result:
         return "" if error < bound else f"relative error {error:.1e}, bound {bound:.0e}"
 
 
-def _factor(seed: int, shape: tuple[int, int], dtype: np.dtype) -> Matrix:
-    """An operand of a product."""
-    return Matrix(seed, shape, dtype, (FLOAT8,))
-
-
 def _second(world: World, matrix: Matrix, dtype: np.dtype) -> Array:
     """B as an array that is not symmetric; of float8 contiguous along K, as tensor cores read."""
     if dtype.name != FLOAT8:
@@ -124,8 +115,8 @@ class Gathered:
     def __init__(self, world: World, shape: tuple[int, int, int], dtype: np.dtype):
         (m, n, k), size = shape, world.size
         height = m // size
-        parts = [_factor(rank, (height, k), dtype) for rank in range(size)]
-        own = _factor(size + world.rank, (k, n), dtype)
+        parts = [Matrix(rank, (height, k), dtype) for rank in range(size)]
+        own = Matrix(size + world.rank, (k, n), dtype)
         self.scales = _scales(dtype)
         self.a = world.array(parts[world.rank].whole(), symmetric=False)
         self.whole = world.array(np.concatenate([p.whole() for p in parts]), symmetric=False)
@@ -152,7 +143,7 @@ class Summands:
         m, n, k = shape
         self._world, self._dtype, self._extents = world, dtype, (m, n)
         self._pairs = [
-            (_factor(rank, (m, k), dtype), _factor(world.size + rank, (k, n), dtype))
+            (Matrix(rank, (m, k), dtype), Matrix(world.size + rank, (k, n), dtype))
             for rank in range(world.size)
         ]
         a, b = self._pairs[world.rank]

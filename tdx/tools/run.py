@@ -26,7 +26,7 @@ from tdx.runtime.errors import InvalidArgument
 from tdx.tools.job import Job
 from tdx.tools.launcher import clean_environment, find_launcher
 
-__all__ = ["add_arguments", "main"]
+__all__ = ["add_arguments", "check_ranks", "main"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -59,8 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the job of the parsed arguments; returns its exit code."""
-    if not 1 <= args.ranks <= MAX_RANKS:
-        raise InvalidArgument(f"-n {args.ranks}: the number of ranks must be in 1..{MAX_RANKS}")
+    check_ranks(args.ranks)
     if args.timeout is not None and args.timeout <= 0:
         raise InvalidArgument(f"--timeout {args.timeout:g}: must be above 0 seconds")
     command = [] if args.ranks == 1 else find_launcher().command(args.ranks, args.keep_going)
@@ -83,6 +82,12 @@ def main(args: argparse.Namespace) -> int:
     except BrokenPipeError:  # nobody reads the output any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
+
+
+def check_ranks(ranks: int) -> None:
+    """Raise InvalidArgument for a number of ranks that no job can have."""
+    if not 1 <= ranks <= MAX_RANKS:
+        raise InvalidArgument(f"-n {ranks}: the number of ranks must be in 1..{MAX_RANKS}")
 
 
 class _Interrupted(BaseException):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 
 import pytest
 
@@ -187,7 +188,7 @@ def test_tables_and_pictures(tmp_path):
     picture = tmp_path / "rows.png"
     if importlib.util.find_spec("matplotlib") is None:
         done = run_tdx(*words, "--plot", str(picture))
-        assert done.returncode != 0
+        assert done.returncode == 2
         assert "pip install matplotlib" in done.stderr
     else:
         words += ["--plot", str(picture)]
@@ -206,17 +207,41 @@ def test_tables_and_pictures(tmp_path):
         (["latency", EVERY], "latency has none to choose from"),
         (["latency", "--sizes", "1K"], "latency does not take it"),
         (["latency", "--plot", "rows.png"], "--plot rows.png: latency measures no sizes"),
+        (
+            ["latency", "--dtype", "int8,int16"],
+            "--dtype int8,int16: latency measures no element types",
+        ),
         (["broadcast", "--sizes", "1K:3K"], "two powers of two"),
+        (["broadcast", "--sizes", ""], "--sizes: '' is no size"),
+        (["broadcast", "--dtype", "int8,"], "'' is not a dtype"),
+        (["broadcast", "--sizes", "6", "--dtype", "int8,float32"], "6 bytes are no whole number"),
+        (
+            ["broadcast", "--sizes", "8,1000000G"],
+            "--sizes: 976.6 TiB takes 1220.7 TiB of each of 4",
+        ),
+        (
+            ["all_reduce", "--dtype", "float32,bool"],
+            "--dtype bool: all_reduce takes int32, int64, ",
+        ),
+        (
+            ["reduce_scatter", "--dtype", "complex64"],
+            "--dtype complex64: reduce_scatter takes int32",
+        ),
         (["matmul_all_reduce", "--sizes", "1K"], "matmul_all_reduce does not take it"),
         (["all_gather", "--preset", "amd"], "all_gather does not take it"),
         (["all_gather_matmul", "--shapes", "8,8"], "takes M,N,K"),
         (["all_gather_matmul", "--shapes", "8,8,0"], "each 1 or more"),
         (["all_reduce_rms_norm", "--shapes", "8,8,8"], "takes M,N"),
         (["matmul_reduce_scatter", "-n", "4", "--shapes", "6,8,8"], "take 8"),
+        (["matmul_reduce_scatter", "-n", "0", "--shapes", "6,8,8"], "-n 0"),
+        (
+            ["matmul_reduce_scatter", "--shapes", "8,8,999999999999"],
+            "8,8,999999999999 takes 29.1 TiB",
+        ),
         (["matmul_all_reduce", "--shapes", "6,8,8", "--preset", "amd"], "give one"),
         (
             ["matmul_all_reduce", "-n", "1", "--dtype", "int32"],
-            "takes bfloat16, float16, float32, float8_e4m3fn",
+            "--dtype int32: matmul_all_reduce takes bfloat16, float16, float32, float8_e4m3fn",
         ),
         (
             ["all_reduce_rms_norm", "-n", "1", "--dtype", "float8_e4m3fn"],
@@ -225,6 +250,96 @@ def test_tables_and_pictures(tmp_path):
     ],
 )
 def test_bad_words(words, said):
+    """They are refused before a rank is started."""
     done = run_tdx("bench", *words)
-    assert done.returncode != 0
-    assert said in done.stderr
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "said"),
+    [
+        ("--json", "", "--json '': give the name of a file"),
+        ("--plot", "", "--plot '': give the name of a file"),
+        ("--json", "folder.png", "that is no regular file"),
+        ("--plot", "folder.png", "that is no regular file"),
+        ("--json", "pipe.png", "that is no regular file"),
+        ("--json", "nowhere/rows.json", "there is no such folder"),
+        ("--json", "x" * 253, "cannot be written (File name too long)"),
+        ("--plot", "x" * 253 + ".png", "cannot be written (File name too long)"),
+        ("--plot", "rows.xyz", "--plot rows.xyz: matplotlib writes no such pictures; take a name"),
+        ("--plot", "rows", "--plot rows: matplotlib writes no such pictures; take a name"),
+    ],
+)
+def test_where_nothing_can_be_written(tmp_path, option, name, said):
+    """Known before a rank is started, and nothing is left behind."""
+    if option == "--plot" and name:
+        pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
+    done = run_tdx("bench", "broadcast", "-n", "2", "--sizes", "64", option, name, cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert said in line
+    assert done.stdout == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"folder.png", "pipe.png"}
+
+
+def test_a_file_that_is_there_stays_until_there_are_rows(tmp_path):
+    (tmp_path / "rows.json").write_text("earlier")
+    done = run_tdx("bench", "broadcast", "--json", str(tmp_path / "rows.json"), "--plot", "")
+    assert done.returncode == 2
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["earlier"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "asked", "measured"),
+    [
+        ("all_gather", "1000", [996, 4092]),
+        ("all_to_all", "1000", [996, 4092]),
+        ("reduce_scatter", "2", [6, 4092]),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide(tmp_path, operation, asked, measured):
+    """What is printed is what is measured: whole elements of each rank, one at least."""
+    path = tmp_path / "rows.json"
+    words = ["bench", operation, "-n", "3", "--sizes", f"{asked},4K", "--json", str(path)]
+    done = run_tdx(*words)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["bytes"] for row in rows] == [nbytes for nbytes in measured for _ in range(2)]
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:6]] == [
+        str(row["bytes"]) for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        ("reduce_scatter", ["--sizes", "64,1K"]),
+        ("all_reduce_rms_norm", ["--shapes", "2,40", "1,8"]),
+    ],
+)
+def test_several_types(tmp_path, operation, words):
+    """Rows for each, which name it."""
+    path = tmp_path / "rows.json"
+    words = ["bench", operation, "-n", "2", "--dtype", "float32, bf16,fp32", *words]
+    done = run_tdx(*words, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(path.read_text())
+    named = [row["dtype"] for row in document["rows"]]
+    assert list(dict.fromkeys(named)) == ["float32", "bfloat16"]
+    assert named.count("float32") == named.count("bfloat16") >= 2
+    assert ", float32, bfloat16" in document["setting"]
+    heading, *lines = [line.split() for line in done.stdout.splitlines()[1:]][: len(named) + 1]
+    assert heading[0] == "dtype"
+    assert [line[0] for line in lines] == named
+
+
+def test_whose_matmul_the_ratio_is_with(tmp_path):
+    """The host tier has no floor, and does not say that it had one."""
+    done = run_tdx("bench", "matmul_all_reduce", "-n", "2", "--shapes", "2,3,4")
+    assert done.returncode == 0, done.stderr
+    note = done.stdout.splitlines()[-1]
+    assert note.endswith("those columns are empty; ratio is with tdx's own matmul")

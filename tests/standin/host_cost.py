@@ -59,14 +59,21 @@ def rows() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "prebuilt cuLaunchKernelEx", bare
     yield "Barrier plan", barrier
     yield "AllReduce plan", lambda: plan(x, out=y)
+    weight = world.zeros(256, "bfloat16", symmetric=False)
+    a, b, out = (world.zeros((256, 256), "bfloat16", symmetric=False) for _ in range(3))
+    added = tdx.AllReduce(world, a.shape, a.dtype, bias=True, residual=True)
+    yield "AllReduce plan, bias, residual", partial(added, a, out, bias=weight, residual=b)
     yield "tdx.barrier()", tdx.barrier
     yield "tdx.all_reduce(x, out=y)", lambda: tdx.all_reduce(x, out=y)
     yield "tdx.all_reduce(x)", lambda: tdx.all_reduce(x)
+    yield "tdx.reduce(x, 0, out=y)", lambda: tdx.reduce(x, 0, out=y)
+    signal = world.zeros(1, np.int32)
+    yield "tdx.put(y, x, 0)", lambda: tdx.put(y, x, 0)
+    yield "tdx.put(y, x, 0, signal=)", lambda: tdx.put(y, x, 0, signal=signal)
     given, taken = _cupy_arrays(world, x, y)
     yield "tdx.all_reduce(cupy, out=cupy)", lambda: tdx.all_reduce(given, out=taken)
     yield "kernel[grid], plain pointers", lambda: empty_kernel[(1,)](plain, other, 7)
     yield "kernel[grid], tdx arrays", lambda: empty_kernel[(1,)](x, y, 7)
-    a, b, out = (world.zeros((256, 256), "bfloat16", symmetric=False) for _ in range(3))
     for kind in (tdx.AllGatherMatmul, tdx.MatmulReduceScatter, tdx.MatmulAllReduce):
         product = kind(world, a.shape, b.shape, a.dtype)
         to = out[: product.out_shape[0]] if hasattr(product, "out_shape") else None
@@ -76,7 +83,6 @@ def rows() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "tdx.matmul_all_reduce()", lambda: tdx.matmul_all_reduce(a, b)
     yield "tdx.all_gather_matmul(out=y)", lambda: tdx.all_gather_matmul(a, b, out=out)
     norm = tdx.AllReduceRmsNorm(world, a.shape, a.dtype)
-    weight = world.zeros(256, "bfloat16", symmetric=False)
     yield "AllReduceRmsNorm plan", lambda: norm(a, weight, out)
     yield "tdx.all_reduce_rms_norm(out=y)", lambda: tdx.all_reduce_rms_norm(a, weight, out=out)
 

@@ -144,6 +144,20 @@ def test_without_all_algorithms(collective, named):
     assert bench._columns(latency, False) == list(latency.COLUMNS)
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "host"])
+def test_note_of_a_floor(arch):
+    """It is said to be with our own matmul only where there is one."""
+    world = SimpleNamespace(size=2, device=SimpleNamespace(arch=arch))
+    args = argparse.Namespace(dtype="int32", no_peers=True)
+    row = {"chosen": 4.0, "fused": 4.0, "tdx+matmul": 6.0, "M": 1}
+    bench.Bench(world, args).rate(row, ["fused"], ["tdx+matmul"], sent=8)
+    (note,) = bench._notes("why", ["library", "nccl+library", "floor"], [row])
+    said = "floor and ratio are" if arch == "sm_90" else "ratio is"
+    assert note == (
+        f"nothing to compare with (why): those columns are empty; {said} with tdx's own matmul"
+    )
+
+
 def test_a_result_that_is_not_written(collective):
     """In foreign memory that of another algorithm is there."""
     symmetric, foreign = collective(Plans(True), ["slow", "idle"])
@@ -165,11 +179,27 @@ def test_panels_of_a_picture(tmp_path, monkeypatch):
     assert [part for _, part in drawn] == [rows[::2], rows[1::2]]
 
 
+def test_panels_of_several_types(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    titles = []
+    monkeypatch.setattr(plot, "_panel", lambda axes, rows: titles.append(axes))
+    rows = [
+        {"dtype": name, "M": m, "N": 8, "K": 4, "fused": 1.0}
+        for name in ("bfloat16", "float32")
+        for m in (64, 128)
+    ]
+    plot.draw("all_gather_matmul", "somewhere", rows, str(tmp_path / "rows.svg"))
+    assert [axes.get_title() for axes in titles] == ["bfloat16, N=8, K=4", "float32, N=8, K=4"]
+
+
 def test_lines_of_a_picture():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     figure, axes = pyplot.subplots()
-    plot._panel(axes, [{"bytes": 64, "push": 1.0, "push_host": 9.0, "gap": 1.0, "ratio": 2.0}])
-    assert [line.get_label() for line in axes.get_lines()] == ["push"]
+    times = {"push": 1.0, "push_host": 9.0, "floor": 0.5}
+    plot._panel(axes, [{"bytes": 64, **times, "gap": 1.0, "ratio": 2.0}])
+    lines = axes.get_lines()
+    assert [line.get_label() for line in lines] == ["push", "floor"]
+    assert all(line.get_marker() != "None" for line in lines)  # of one size nothing else shows
     pyplot.close(figure)
 
 
