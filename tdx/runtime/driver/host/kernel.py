@@ -178,8 +178,11 @@ class PreparedKernel:
         given: dict[str, Any],
         launched: str = "",
     ):
-        if not 1 <= len(grid) <= 3 or any(int(n) != n or n < 0 for n in grid):
-            raise InvalidArgument(f"{name}: the grid must be 1 to 3 counts >= 0, got {grid}")
+        if not 1 <= len(grid) <= 3 or any(not hasattr(n, "__index__") or n < 0 for n in grid):
+            raise InvalidArgument(
+                f"{name}: the grid must be 1 to 3 integers >= 0, got {grid}: divide by // or with "
+                "triton.cdiv"
+            )
         self.name = name
         self.function = function
         self.arguments = arguments
