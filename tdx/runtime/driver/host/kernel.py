@@ -22,9 +22,11 @@ from typing import Any
 import greenlet
 import numpy as np
 
+from tdx.runtime.config import config
 from tdx.runtime.driver.host.addresses import Checks
 from tdx.runtime.driver.host.bounds import Bounds, address_of, flat
 from tdx.runtime.driver.host.device import Device
+from tdx.runtime.driver.host.tracebacks import users_part
 from tdx.runtime.errors import DriverError, InvalidArgument
 
 __all__ = ["Fibre", "KernelRun", "PreparedKernel"]
@@ -254,7 +256,10 @@ class KernelRun:
         except Exception as error:
             self.live.remove(fibre)
             self.abandon()
-            raise _failure(fibre, error) from error
+            failure = _failure(fibre, error)
+            if config.debug:
+                raise failure from error
+            raise failure.with_traceback(users_part(error.__traceback__)) from None
         if fibre.task.dead:
             self.live.remove(fibre)
 
@@ -323,7 +328,10 @@ def _add_state(value: Any, to: list[bytes], depth: int = 0) -> bool:
 
 
 def _failure(fibre: Fibre, error: Exception) -> DriverError:
-    """The error of a program, with the kernel's own source line and where it was launched."""
+    """The error of a program, with the kernel's own source line and where it was launched.
+
+    All that its cause says is in there: with TDX_DEBUG=1 the whole cause is shown too.
+    """
     kernel = fibre.run.prepared
     frames = traceback.extract_tb(error.__traceback__)
     mine = [f for f in frames if f.filename == kernel.filename]
