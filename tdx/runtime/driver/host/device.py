@@ -254,7 +254,7 @@ class Device:
             raise error
 
     def _tell_waiting(self) -> None:
-        """Print, once, who waits for what: whoever interrupts a program asks what it hangs in.
+        """Write to stderr, once, who waits for what: whoever interrupts a program asks what it hangs in.
 
         The device thread is asked, if it answers soon: nobody else can look at its fibres.
         """
@@ -267,7 +267,8 @@ class Device:
         programs, self._answer = self._answer, []
         if programs:
             lines = "".join(f"\n  {line}" for line in programs)
-            print(f"waiting programs of rank {self.rank}:{lines}", file=sys.stderr, flush=True)
+            with contextlib.suppress(Exception):  # stderr may be closed, or None
+                sys.stderr.write(f"waiting programs of rank {self.rank}:{lines}\n")
 
     def synchronize(self) -> None:
         def finished() -> bool:
