@@ -254,7 +254,7 @@ class Device:
             raise error
 
     def _tell_waiting(self) -> None:
-        """Write to stderr, once, who waits for what: whoever interrupts a program asks what it hangs in.
+        """Write to stderr, once, who waits for what: that is what the interruption asks.
 
         The device thread is asked, if it answers soon: nobody else can look at its fibres.
         """

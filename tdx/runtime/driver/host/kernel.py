@@ -196,11 +196,15 @@ class PreparedKernel:
 
     def name_of(self, address: int) -> str:
         """What the caller passed at an address: "argument 'x'", or the address."""
+        return self.argument_at(address) or f"address {address:#x}"
+
+    def argument_at(self, address: int) -> str:
+        """What the caller passed at an address: "argument 'x'"; "" for nothing."""
         for name, value in flat("", self.given):
             start = address_of(value)
             if start <= address < start + max(1, getattr(value, "nbytes", 1)):
                 return f"argument {name!r}"
-        return f"address {address:#x}"
+        return ""
 
     def indices(self) -> Iterator[tuple[int, int, int]]:
         for z in range(self.grid[2]):

@@ -77,10 +77,10 @@ def iterator(name: str) -> Callable[..., range]:
     """What is in the place of `tl.range` and `tl.static_range`."""
 
     def run(arg1: Any, arg2: Any = None, step: Any = None, **_: Any) -> range:
-        bounds = (0, arg1) if arg2 is None else (arg1, arg2)
-        bounds += (1 if step is None else step,)
-        _check_bounds(f"tl.{name}", bounds)
-        return range(*bounds)
+        start, end = (0, arg1) if arg2 is None else (arg1, arg2)
+        step = 1 if step is None else step
+        _check_bounds(f"tl.{name}", (start, end, step))
+        return range(start, end, step)
 
     return run
 
