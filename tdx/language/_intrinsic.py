@@ -15,6 +15,17 @@ from triton.language import core
 from tdx import abi
 
 _TYPES = {"i32": core.int32, "i64": core.int64}
+_ORDERS = {
+    "broadcast": "(dst, src, numel, root, world)",
+    "get": "(dst, src, numel, peer, world)",
+    "notify": "(ptr, peer, world, value)",
+    "put": "(dst, src, numel, peer, world)",
+    "put_signal": "(dst, src, numel, signal, value, peer, world)",
+    "symm_at": "(ptr, peer, world)",
+    "wait": "(ptr, world, value)",
+    "wait_all": "(ptr, count, world, value)",
+    "wait_any": "(ptr, count, world, value, done)",
+}
 _HOST_TYPES = {"b1": core.int1, "i4": core.int32, "i8": core.int64, "f4": core.float32}
 
 
@@ -118,17 +129,71 @@ def multiple_of_16(value, _semantic=None):
 
 
 @intrinsic
-def check_signal(pointer, value=0, peer=0, _semantic=None):
-    """Reject pointers to anything but 32-bit integers, and values and peers that are none."""
-    element_bytes(pointer)
-    element = pointer.type.scalar.element_ty
+def check_signal(verb, ptr, value=0, peer=0, name="ptr", _semantic=None):
+    """Reject pointers to anything but 32-bit integers, and values and peers that are none.
+
+    `name` is what the function `verb` calls the pointer.
+    """
+    verb, name = unwrap(verb), unwrap(name)
+    _check_pointer(verb, name, ptr)
+    element = ptr.type.scalar.element_ty
     if not (element.is_int() and element.primitive_bitwidth == 32):
-        raise TypeError(f"a signal is an int32 or uint32 word, got a pointer to {element}")
-    for what, given in (("value", unwrap(value)), ("peer", unwrap(peer))):
-        scalar = given.dtype.scalar if isinstance(given, core.tensor) else None
-        if isinstance(given, float) or (scalar is not None and scalar.is_floating()):
-            found = given if scalar is None else scalar
-            raise TypeError(f"the {what} of a signal is an integer, got {found}: divide by //")
+        given = "" if _semantic is not None else f", {abi.host_executor.name_of(_address(ptr))}"
+        raise TypeError(
+            f"{verb}: {name} must point to int32 or uint32 words, got a pointer to {element}{given}"
+        )
+    _check_integer(verb, "value", value)
+    _check_integer(verb, "peer", peer)
+
+
+@intrinsic
+def check_copy(verb, dst, src, numel, peer, who="peer", _semantic=None):
+    """On the host tier, reject arguments of a copy that are of another kind, by their names."""
+    check_pointers(verb, dst=dst, src=src, _semantic=_semantic)
+    check_integers(verb, numel=numel, **{unwrap(who): peer}, _semantic=_semantic)
+
+
+@intrinsic
+def check_pointers(verb, _semantic=None, **values):
+    """On the host tier, reject arguments that are no pointers, by their names."""
+    if _semantic is None:
+        for name, value in values.items():
+            _check_pointer(verb, name, value)
+
+
+@intrinsic
+def check_integers(verb, _semantic=None, **values):
+    """On the host tier, reject arguments that are no integers, by their names."""
+    if _semantic is None:
+        for name, value in values.items():
+            _check_integer(verb, name, value)
+
+
+def _check_pointer(verb: str, name: str, value: Any) -> None:
+    value = unwrap(value)
+    if not (isinstance(value, core.tensor) and value.type.scalar.is_ptr()):
+        raise TypeError(
+            f"{verb}: {name} must be a pointer or a block of pointers, got {_described(value)}; "
+            f"the order of the arguments is {verb}{_ORDERS[verb]}"
+        )
+
+
+def _check_integer(verb: str, name: str, value: Any) -> None:
+    value = unwrap(value)
+    if isinstance(value, core.tensor):
+        whole, floating = value.dtype.is_int(), value.dtype.is_floating()
+    else:
+        whole, floating = hasattr(value, "__index__"), isinstance(value, (float, np.floating))
+    if not whole:
+        remedy = f"; the order of the arguments is {verb}{_ORDERS[verb]}"
+        if floating:
+            remedy = ": divide by //, or launch the kernel with int(...)"
+        raise TypeError(f"{verb}: {name} must be an integer, got {_described(value)}{remedy}")
+
+
+def _address(pointer: core.tensor) -> int:
+    """Of the first of the pointers, on the host tier."""
+    return int(pointer.handle.data.flat[0])
 
 
 @intrinsic
@@ -159,10 +224,11 @@ def _described(value: Any) -> str:
 
 
 @intrinsic
-def check_choice(value, first, second, _semantic=None):
-    """Reject a constexpr that is neither `first` nor `second`."""
-    if unwrap(value) not in (unwrap(first), unwrap(second)):
-        raise ValueError(f"expected {unwrap(first)!r} or {unwrap(second)!r}, got {value!r}")
+def check_choice(what, value, first, second, _semantic=None):
+    """Reject a constexpr that is neither `first` nor `second`; `what` is its name in messages."""
+    value, first, second = unwrap(value), unwrap(first), unwrap(second)
+    if value not in (first, second):
+        raise ValueError(f"{unwrap(what)} must be {first!r} or {second!r}, got {value!r}")
 
 
 def host_tensor(data: np.ndarray, like=None) -> core.tensor:
@@ -183,7 +249,7 @@ def host_tensor(data: np.ndarray, like=None) -> core.tensor:
 def element_bytes(pointer) -> int:
     """Bytes of what the pointer, or block of pointers, `pointer` points to."""
     if not (isinstance(pointer, core.tensor) and pointer.type.scalar.is_ptr()):
-        raise TypeError(f"expected a pointer or a block of pointers, got {pointer!r}")
+        raise TypeError(f"expected a pointer or a block of pointers, got {_described(pointer)}")
     return max(1, pointer.type.scalar.element_ty.primitive_bitwidth // 8)
 
 

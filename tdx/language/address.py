@@ -16,6 +16,8 @@ from tdx.language import host
 from tdx.language._intrinsic import (
     bytes_per_element,
     check_handle,
+    check_integers,
+    check_pointers,
     device_call,
     is_floating,
     is_host,
@@ -89,6 +91,8 @@ def symm_at(ptr, peer, world):
     an illegal address, or stores where it should not.
     """
     check_handle(world)
+    check_pointers("symm_at", ptr=ptr)
+    check_integers("symm_at", peer=peer)
     size: tl.constexpr = bytes_per_element(ptr)
     if is_host():
         result = ptr + host.distance(ptr, peer, world) // size

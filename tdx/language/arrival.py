@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tdx.language import host
-from tdx.language._intrinsic import check_signal, device_call, is_host
+from tdx.language._intrinsic import check_integers, check_signal, device_call, is_host
 from tdx.language.address import team_index
 from tdx.language.signal import program_barrier, program_index
 
@@ -46,7 +46,8 @@ def wait_any(ptr, count, world, value, done, first=0):
     Ordering, deadline and fault: as `wait`. Executed by the whole program. Replay safety: that of
     `value`.
     """
-    check_signal(ptr, value)
+    check_signal("wait_any", ptr, value)
+    check_integers("wait_any", count=count, first=first)
     lanes = tl.arange(0, LANES)
     open_ = (lanes < count) & (done == 0)
     turn = tl.where(open_, (lanes - first + count) % count, _NONE)

@@ -59,6 +59,9 @@ class Executor(Protocol):
     def fault(self, control: int) -> bool:
         """Does a fault stand?"""
 
+    def name_of(self, address: int) -> str:
+        """What the running kernel was given at an address: "argument 'x'", or the address."""
+
     def resident(self) -> int:
         """How many programs of the running kernel there are at once, at most."""
 

@@ -18,6 +18,8 @@ import triton.language as tl
 
 from tdx.language import amd, host, nvidia
 from tdx.language._intrinsic import (
+    check_copy,
+    check_signal,
     device_call,
     has_async_proxy,
     is_host,
@@ -36,6 +38,7 @@ def put(dst, src, numel, peer, world):
     Returns when `src` may be reused. The data is visible at the peer only after it has seen a
     later `notify` of this program (or a store that follows `fence`); `quiet` completes it.
     """
+    check_copy("put", dst, src, numel, peer)
     program_barrier()
     _copy(symm_at(dst, peer, world), src, numel)
     program_barrier()
@@ -48,6 +51,7 @@ def get(dst, src, numel, peer, world):
     On return every thread of the program sees the data. What the peer stored is read only if an
     earlier `wait` or `barrier` of this program ordered it.
     """
+    check_copy("get", dst, src, numel, peer)
     program_barrier()
     _copy(dst, symm_at(src, peer, world), numel)
     program_barrier()
@@ -60,6 +64,8 @@ def put_signal(dst, src, numel, signal, value, peer, world, op: tl.constexpr = _
     `signal` is its address in this rank's heap; `value`, `op` and `when` are those of `notify`.
     With `when` False the data is copied all the same, and the signal is not set.
     """
+    check_copy("put_signal", dst, src, numel, peer)
+    check_signal("put_signal", signal, value, peer, "signal")
     program_barrier()
     _copy(symm_at(dst, peer, world), src, numel)
     notify(signal, peer, world, value, op, when)
@@ -72,6 +78,7 @@ def broadcast(dst, src, numel, root, world):
     The root's program pushes; the programs of other ranks do nothing. Like a `put` it is complete
     at a rank when that rank has seen a later signal of the root, most simply by `tdl.barrier`.
     """
+    check_copy("broadcast", dst, src, numel, root, "root")
     if rank(world) == host.checked_root(root, world):
         program_barrier()
         for step in range(num_ranks(world)):

@@ -27,6 +27,7 @@ from tdx.language._intrinsic import (
     as_tensor,
     check_choice,
     check_handle,
+    check_integers,
     check_signal,
     device_call,
     is_block,
@@ -65,8 +66,8 @@ def wait(ptr, world, value, cmp: tl.constexpr = _GE, peer=-1):
     almost at once. Carry `ok` on as a predicate: as `when` of notify and as a mask of stores.
     Replay safety: that of the value; use `tdl.epoch`.
     """
-    check_signal(ptr, value, peer)
-    check_choice(cmp, "ge", "eq")
+    check_signal("wait", ptr, value, peer)
+    check_choice("wait: cmp", cmp, "ge", "eq")
     program = program_index()
     team = team_index(world)
     if is_host():
@@ -85,8 +86,9 @@ def wait_all(ptr, count, world, value, cmp: tl.constexpr = _GE, first_peer=0):
     As `wait` with a block of pointers, for a count known only at run time (0 is satisfied). Signal
     i belongs to rank `first_peer` + i of `world`. Ordering, deadline and `ok` are those of `wait`.
     """
-    check_signal(ptr, value, first_peer)
-    check_choice(cmp, "ge", "eq")
+    check_signal("wait_all", ptr, value, first_peer)
+    check_integers("wait_all", count=count)
+    check_choice("wait_all: cmp", cmp, "ge", "eq")
     return _wait_span(ptr, count, value, cmp, world.control, team_index(world), first_peer)
 
 
@@ -113,8 +115,8 @@ def notify(ptr, peer, world, value=1, op: tl.constexpr = _SET, when=True):
     Fault: nothing is sent while a fault stands.
     Replay safety: "set" with a value from `tdl.epoch`; "add" if the waiter's value counts all.
     """
-    check_signal(ptr, value, peer)
-    check_choice(op, "set", "add")
+    check_signal("notify", ptr, value, peer)
+    check_choice("notify: op", op, "set", "add")
     publish(symm_at(ptr, peer, world), value, op, when, world.control)
 
 

@@ -115,7 +115,14 @@ def test_arguments_that_are_refused_at_the_launch(world):
     for grid in [(1, 2, 3, 4), (-1,), ()]:
         with pytest.raises(InvalidArgument, match="grid"):
             add[grid](x, 4, 1.0, 4)
+    for grid in (2.0,), (np.float32(1),):
+        with pytest.raises(InvalidArgument, match=r"add: the grid must be .* integers .*cdiv"):
+            add[grid](x, 4, 1.0, 4)
+    for grid in 3, np.int64(3), lambda _: 3:  # on GPUs Triton takes its length
+        with pytest.raises(InvalidArgument, match=r"tuple .*, got .*3.*write add\[\(3,\)\]"):
+            add[grid](x, 4, 1.0, 4)
     add[(0,)](x, 4, 1.0, 4)
+    add[[np.int64(1)]](x, 0, 1.0, 4)
     add[(1,)](x, 4, 1.0, BLOCK=4, num_warps=4, num_stages=2, enable_fp_fusion=False)
     assert (x.numpy() == 1).all()
 

@@ -1,4 +1,4 @@
-"""`and`, `or`, `not`, `max`, `min` and the truth of blocks in kernels of the host tier."""
+"""`and`, `or`, `not`, `max`, `min`, loops and the truth of blocks in kernels of the host tier."""
 
 from __future__ import annotations
 
@@ -90,3 +90,57 @@ def test_a_block_has_no_truth_value(world):
     _asks_a_block[(1,)](world.zeros(1, "int32", symmetric=False))
     with pytest.raises(DriverError, match=r"block of shape \[8\] has no truth.*the wrong line"):
         world.synchronize()
+
+
+@triton.jit
+def _loops(out, n, M: tl.constexpr, WHICH: tl.constexpr):
+    if WHICH == "bound":
+        for i in range(n / 2):
+            tl.store(out, i)
+    elif WHICH == "start":
+        for i in range(1.5, n):
+            tl.store(out, i)
+    elif WHICH == "step":
+        for i in tl.range(0, n, step=n / 2):
+            tl.store(out, i)
+    elif WHICH == "constexpr":
+        for i in tl.static_range(M / 2):
+            tl.store(out, i)
+    elif WHICH == "block":
+        for i in range(tl.arange(0, N)):
+            tl.store(out, i)
+    elif WHICH == "static":
+        for i in tl.static_range(n):
+            tl.store(out, i)
+    else:
+        for i in range(0, n // 2, tl.num_programs(0)):
+            tl.store(out + i, 1)
+        for i in tl.range(M, M + n, step=2, loop_unroll_factor=2):
+            tl.store(out + i, 2)
+        for i in tl.static_range(M, step=3):
+            tl.store(out + i, 3)
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("bound", r"range: .* scalar integers, got fp32: divide by //"),
+        ("start", r"range: .* scalar integers, got 1\.5"),
+        ("step", r"tl\.range: .* scalar integers, got fp32"),
+        ("constexpr", r"tl\.static_range: .* scalar integers, got 2\.0"),
+        ("block", r"range: .* scalar integers, got <\['?8'?\], int32>"),
+        ("static", r"tl\.static_range: .* are constexpr, got int32"),
+    ],
+)
+def test_loops_that_compilers_refuse(world, which, text):
+    out = world.zeros(8, "int32", symmetric=False)
+    _loops[(1,)](out, 4, 4, which)
+    with pytest.raises(DriverError, match=rf"TypeError: {text}.*test_host_logic\.py:\d+: for i in"):
+        world.synchronize()
+    assert not out.numpy().any()
+
+
+def test_loops_that_compilers_take(world):
+    out = world.zeros(8, "int32", symmetric=False)
+    _loops[(1,)](out, 4, 4, "right")
+    assert out.numpy().tolist() == [3, 1, 0, 3, 2, 0, 2, 0]

@@ -255,9 +255,11 @@ def halves_kernel(signal, floats, world, VERB: tl.constexpr):
 @pytest.mark.parametrize(
     ("verb", "text"),
     [
-        ("peer", "peer of a signal is an integer, got fp32"), ("value", "value .*, got 1.5"),
-        ("wait", "value .*, got 0.5"), ("wait_all", "value .*, got fp32"),
-        ("wait_any", "value .*, got 0.5"), ("word", "int32 or uint32 word, got .* fp32"),
+        ("peer", "notify: peer must be an integer, got fp32: divide by //"),
+        ("value", "notify: value must be an integer, got 1.5"),
+        ("wait", "wait: value .*, got 0.5"), ("wait_all", "wait_all: value .*, got fp32"),
+        ("wait_any", "wait_any: value .*, got 0.5"),
+        ("word", "notify: ptr must point to int32 .*, got a pointer to fp32, argument 'floats'"),
     ],
 )  # fmt: skip
 def case_signals_are_integers(world, verb, text):

@@ -38,10 +38,16 @@ def peer_kernel(x, y, shift, n, peer, world, VERB: tl.constexpr):
         tl.store(tdl.symm_at(x, peer, world) + lanes, lanes, mask=lanes < n)
     elif VERB == "put":
         tdl.put(x, y, N, peer, world)
+    elif VERB == "get":
+        tdl.get(y, x + shift, n, peer, world)
     elif VERB == "notify":
         tdl.notify(x + shift, peer, world, 1)
+    elif VERB == "put_signal":
+        tdl.put_signal(x, y, n, x + shift, 1, peer, world)
     elif VERB == "wait":
         tdl.wait(x + shift, world, 0, cmp="eq")
+    elif VERB == "wait_all":
+        tdl.wait_all(x + shift, n, world, 0)
 
 
 @triton.jit
@@ -122,6 +128,28 @@ def case_beyond_a_peers_array(world):
     peer_kernel[(1,)](x, y, 36, 100, peer, world.handle, VERB="symm_at")
     world.barrier()
     assert x.numpy()[36:].tolist() == list(range(36, 100))
+
+
+@worlds(1, 2)
+@pytest.mark.parametrize(
+    ("verb", "behind", "before"),
+    [
+        ("symm_at", "mask what is outside", None), ("wait", "wait for one of them", None),
+        ("notify", "notify one of them,( or)? leave it out with when=False", None),
+        ("put_signal", "notify one of them,( or)? leave it out with when=False", None),
+        ("wait_all", "wait for fewer of them", "begin at one of them"),
+        ("get", "begin earlier, copy fewer elements", "begin at one of them"),
+    ],
+)  # fmt: skip
+def case_remedies_fit_the_verb(world, verb, behind, before):
+    host_only(world.backend)
+    x, y = world.zeros(100, "int32"), world.zeros(200, "int32")
+    place = r"argument 'x'.*, whose memory has the elements -?\d+\.\.\d+"
+    for shift, remedy in ((100, f"{behind}, or make the array larger"), (-10, before or behind)):
+        n = 8 if verb == "put_signal" else 128
+        peer_kernel[(1,)](x, y, shift, n, world.rank, world.handle, VERB=verb)
+        refused(world, rf"{place}: {remedy} at")
+    world.barrier()
 
 
 @worlds(1, 2)

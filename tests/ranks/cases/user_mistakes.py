@@ -112,6 +112,19 @@ def wait_at_peer_kernel(signal, peer, world):
 
 
 @triton.jit
+def twice_kernel(x, peer, world, VERB: tl.constexpr):
+    at = tdl.symm_at(x + 5, peer, world)
+    if VERB == "put":
+        tdl.put(at, x, 8, peer, world)
+    elif VERB == "put_signal":
+        tdl.put_signal(x, x + 8, 8, at, 1, peer, world)
+    elif VERB == "notify":
+        tdl.notify(at, peer, world)
+    else:
+        tl.store(tdl.symm_at(at, peer, world), 1)
+
+
+@triton.jit
 def words_kernel(words, peer, world):
     tdl.load_ll(words + 3, 1, world, peer=peer)
 
@@ -319,6 +332,18 @@ def case_a_view_made_by_peer(world):
         for operation in (tdx.put, tdx.get):
             with pytest.raises(InvalidArgument, match="pass the own"):
                 operation(*arguments, 0)
+    world.barrier()
+
+
+@worlds(2, 3)
+@pytest.mark.parametrize("verb", ["put", "put_signal", "notify", "symm_at"])
+def case_symm_at_before_what_goes_to_the_peer(world, verb):
+    host_only(world.backend)
+    x = world.zeros(64, "int32")
+    other = (world.rank + 1) % world.size
+    twice_kernel[(1,)](x, other, world.handle, VERB=verb)
+    text = f"argument 'x', which is in the heap of rank {other} already: leave out the earlier"
+    refused(world, rf"peer {other} has no copy of {text} symm_at.*go to the peer's copy themselves")
     world.barrier()
 
 

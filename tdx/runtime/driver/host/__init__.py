@@ -58,7 +58,7 @@ class HostDriver(HostMemory):
         self.device = Device()
         self.addresses = Addresses()
         self.executor = HostExecutor(self.device, self.addresses)
-        self.executor.report = self.waiting
+        self.executor.report = self.device.report = self.waiting
         interpreter.take_over()
         self.device.start()
 

@@ -152,27 +152,33 @@ class Addresses:
         return found
 
     # ---- for refusals
-    def not_own(self, address: int, handle: HandleView, name: str) -> str:
+    def not_own(self, address: int, handle: HandleView, argument_at: Callable[[int], str]) -> str:
         """What is wrong with a pointer that is not into the own heap."""
+        given = argument_at(address)
         for base, nbytes in list(self._windows.items()):
             if base <= address < base + nbytes:
-                owner = (address - base) // handle.stride
-                return (
-                    f"{name}, which is in the heap of rank {owner} already: pass the own array, "
-                    f"not its view by peer({owner})"
+                owner, offset = divmod(address - base, handle.stride)
+                own = argument_at(base + handle.ranks()[handle.me] * handle.stride + offset)
+                view = f"pass the own array, not its view by peer({owner})"
+                twice = (
+                    "leave out the earlier symm_at, which is for tl.load, tl.store and atomics: "
+                    "put, get, notify and the like go to the peer's copy themselves"
                 )
+                remedy = view if given else twice if own else f"{view}; or {twice}"
+                name = given or own or f"address {address:#x}"
+                return f"{name}, which is in the heap of rank {owner} already: {remedy}"
         return (
-            f"{name}, which is not in the symmetric heap: make it by world.empty, zeros or array, "
-            "without symmetric=False"
+            f"{given or f'address {address:#x}'}, which is not in the symmetric heap: make it by "
+            "world.empty, zeros or array, without symmetric=False"
         )
 
 
 class Checks:
     """What is wrong with pointers of one launch, told once one of them is used."""
 
-    def __init__(self, addresses: Addresses, name: Callable[[int], str]):
+    def __init__(self, addresses: Addresses, argument_at: Callable[[int], str]):
         self._addresses = addresses
-        self._name = name
+        self._argument_at = argument_at  # "" where the kernel was given nothing
         self._numbers: dict[tuple[_Reason, HandleView], int] = {}
         self._blocks: dict[tuple[bytes, HandleView], np.ndarray] = {}
 
@@ -213,5 +219,5 @@ class Checks:
         if pointer is None:
             limit = f"0..{handle.size - 1}: the handle is of {handle.size} ranks"
             return f"peer {peer} is outside {limit}"
-        reason = self._addresses.not_own(pointer, handle, self._name(pointer))
+        reason = self._addresses.not_own(pointer, handle, self._argument_at)
         return f"peer {peer} has no copy of {reason}"

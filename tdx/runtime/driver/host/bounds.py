@@ -13,11 +13,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from tdx.runtime.driver.host.addresses import Addresses
+from tdx.runtime.driver.host.tracebacks import running_verb
 from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["Bounds", "Heaps", "address_of", "flat"]
 
 _REMEMBERED = 32  # places that a launch uses in turn
+_MASK = "mask what is outside", "mask what is outside"  # before the array, and behind it
+_COPY = "begin at one of them", "begin earlier, copy fewer elements"
+_REMEDIES = {  # of functions of tdx.language that take no mask
+    **dict.fromkeys(("put", "get", "put_signal", "broadcast"), _COPY),
+    "notify": (
+        "notify one of them, or leave it out with when=False",
+        "notify one of them, leave it out with when=False",
+    ),
+    "wait": ("wait for one of them", "wait for one of them"),
+    **dict.fromkeys(("wait_all", "wait_any"), ("begin at one of them", "wait for fewer of them")),
+}
 _FAR = 1 << 30  # bytes from an argument that an address has nothing to do with
 
 
@@ -124,9 +136,10 @@ class Bounds:
             if distance <= 0:
                 text += ": it was made for a team without that rank"
             else:
+                before, behind = _REMEDIES.get(running_verb(_REMEDIES), _MASK)
+                remedy = before if beyond < low else f"{behind}, or make the array larger"
                 text += (
-                    f", whose memory has the elements {low // item}..{high // item - 1}: mask what "
-                    "is outside, or make the array larger"
+                    f", whose memory has the elements {low // item}..{high // item - 1}: {remedy}"
                 )
         return text
 

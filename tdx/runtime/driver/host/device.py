@@ -13,6 +13,7 @@ import collections
 import contextlib
 import os
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tdx.runtime.config import config
+from tdx.runtime.driver.host.tracebacks import users_part
 from tdx.runtime.errors import DriverError, InvalidArgument
 
 __all__ = ["Call", "Device", "Event", "Graph", "Operation", "Stream"]
@@ -28,6 +30,7 @@ __all__ = ["Call", "Device", "Event", "Graph", "Operation", "Stream"]
 _YIELDS = 8  # polls that only yield the processor before the first sleep
 _FIRST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
+_ANSWER_S = 1.0  # a program that computes for longer is not waited for
 
 
 class Operation(Protocol):
@@ -115,12 +118,15 @@ class Device:
         self.error: BaseException | None = None
         self.timeout_s = 30.0
         self.rank = 0  # for messages
+        self.report: Callable[[], list[str]] = list  # who waits for what, set by the driver
         self.running: Any = None  # the fibre that runs now, set by kernel.py
         self.random = random.Random(config.host_seed) if config.host_seed else None
         self._handles = iter(range(16, 1 << 62))  # below are names of a GPU's default streams
         self._process = os.getpid()
         self._stopping = False
         self._abandoning = False
+        self._asked = self._told = False  # for the report, by an interrupted wait
+        self._answer: list[str] = []
         self._thread: threading.Thread | None = None
         self._order: list[Stream] = []
 
@@ -235,22 +241,50 @@ class Device:
     def wait(self, finished: Callable[[], bool], captured: Callable[[], bool]) -> None:
         """Block the calling thread until `finished`; raises the error of failed work."""
         with self.changed:
-            if self.capture is not None and captured():
+            if captured():
                 raise InvalidArgument("a stream cannot be waited for while it is being captured")
-            while not finished() and self.error is None and not self._stopping:
-                self.changed.wait(1.0)
+            try:
+                while not finished() and self.error is None and not self._stopping:
+                    self.changed.wait(1.0)
+            except KeyboardInterrupt:
+                self._tell_waiting()
+                raise
             error, self.error = self.error, None
         if error is not None:
             raise error
 
+    def _tell_waiting(self) -> None:
+        """Write to stderr, once, who waits for what: that is what the interruption asks.
+
+        The device thread is asked, if it answers soon: nobody else can look at its fibres.
+        """
+        self._asked = not self._told
+        self._told = True
+        self.changed.notify_all()
+        until = time.monotonic() + _ANSWER_S
+        while self._asked and not self._stopping and time.monotonic() < until:
+            self.changed.wait(_LONGEST_SLEEP_S)
+        programs, self._answer = self._answer, []
+        if programs:
+            lines = "".join(f"\n  {line}" for line in programs)
+            with contextlib.suppress(Exception):  # stderr may be closed, or None
+                sys.stderr.write(f"waiting programs of rank {self.rank}:{lines}\n")
+
     def synchronize(self) -> None:
-        self.wait(lambda: all(not s.queue for s in self.streams.values()), lambda: True)
+        def finished() -> bool:
+            return all(not stream.queue for stream in self.streams.values())
+
+        self.wait(finished, lambda: self.capture is not None)
 
     def synchronize_stream(self, handle: int) -> None:
         stream = self.streams.get(handle)
         if stream is None:
             raise InvalidArgument(f"stream {handle} is not an open stream of the host tier")
-        self.wait(lambda: not stream.queue, lambda: handle in self.capture.streams)  # type: ignore[union-attr]
+
+        def captured() -> bool:
+            return self.capture is not None and handle in self.capture.streams
+
+        self.wait(lambda: not stream.queue, captured)
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error for the next synchronising call and drop all queued work."""
@@ -282,6 +316,9 @@ class Device:
                     if self._stopping:
                         return
                     continue
+                if self._asked:
+                    self._answer, self._asked = self.report(), False
+                    self.changed.notify_all()
                 order = list(self._order)
             if self.random is not None:
                 self.random.shuffle(order)
@@ -306,6 +343,8 @@ class Device:
             try:
                 moved |= operation.step(self)
             except BaseException as error:
+                if isinstance(error, DriverError) and not config.debug:
+                    error.__traceback__ = users_part(error.__traceback__)  # not of this thread
                 self.fail(error)
                 return True
             if operation.done:

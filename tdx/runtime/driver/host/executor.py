@@ -161,10 +161,14 @@ class HostExecutor:
 
         def checks() -> Checks:
             if run.checks is None:
-                run.checks = Checks(self._addresses, run.prepared.name_of)
+                run.checks = Checks(self._addresses, run.prepared.argument_at)
             return run.checks
 
         return self._addresses.distance(pointers, peers, view, checks)
+
+    def name_of(self, address: int) -> str:
+        """What the running kernel was given at an address."""
+        return str(self._device.running.run.prepared.name_of(address))
 
     def resident(self) -> int:
         """How many programs of the running kernel there are at once, at most."""

@@ -103,6 +103,9 @@ def _patch_language() -> None:
         if isinstance(member, (JITFunction, interpreter.InterpretedFunction)):
             setattr(tl.tensor, name, _method(member))
     tl.tensor.__bool__ = logic.truth
+    for name in ("range", "static_range"):
+        for module in (tl, tl.core):
+            setattr(module, name, logic.iterator(name))
     shorten()
 
 
@@ -245,7 +248,12 @@ def prepare(
     bound = _bind(kernel, name, args, named)
     if callable(grid):
         grid = grid(bound)
-    grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+    if not hasattr(grid, "__len__"):  # what Triton's launcher asks for
+        raise InvalidArgument(
+            f"{name}: the grid must be a tuple of 1 to 3 counts, got {grid!r}: write "
+            f"{name}[({grid},)](...)"
+        )
+    grid = tuple(grid)
     _check_channels(name, bound, grid)
     constants = _constants(kernel)
     arguments = {k: v if k in constants else _convert(name, k, v) for k, v in bound.items()}

@@ -22,9 +22,11 @@ from typing import Any
 import greenlet
 import numpy as np
 
+from tdx.runtime.config import config
 from tdx.runtime.driver.host.addresses import Checks
 from tdx.runtime.driver.host.bounds import Bounds, address_of, flat
 from tdx.runtime.driver.host.device import Device
+from tdx.runtime.driver.host.tracebacks import users_part
 from tdx.runtime.errors import DriverError, InvalidArgument
 
 __all__ = ["Fibre", "KernelRun", "PreparedKernel"]
@@ -178,8 +180,11 @@ class PreparedKernel:
         given: dict[str, Any],
         launched: str = "",
     ):
-        if not 1 <= len(grid) <= 3 or any(int(n) != n or n < 0 for n in grid):
-            raise InvalidArgument(f"{name}: the grid must be 1 to 3 counts >= 0, got {grid}")
+        if not 1 <= len(grid) <= 3 or any(not hasattr(n, "__index__") or n < 0 for n in grid):
+            raise InvalidArgument(
+                f"{name}: the grid must be 1 to 3 integers >= 0, got {grid}: divide by // or with "
+                "triton.cdiv"
+            )
         self.name = name
         self.function = function
         self.arguments = arguments
@@ -191,11 +196,15 @@ class PreparedKernel:
 
     def name_of(self, address: int) -> str:
         """What the caller passed at an address: "argument 'x'", or the address."""
+        return self.argument_at(address) or f"address {address:#x}"
+
+    def argument_at(self, address: int) -> str:
+        """What the caller passed at an address: "argument 'x'"; "" for nothing."""
         for name, value in flat("", self.given):
             start = address_of(value)
             if start <= address < start + max(1, getattr(value, "nbytes", 1)):
                 return f"argument {name!r}"
-        return f"address {address:#x}"
+        return ""
 
     def indices(self) -> Iterator[tuple[int, int, int]]:
         for z in range(self.grid[2]):
@@ -251,7 +260,10 @@ class KernelRun:
         except Exception as error:
             self.live.remove(fibre)
             self.abandon()
-            raise _failure(fibre, error) from error
+            failure = _failure(fibre, error)
+            if config.debug:
+                raise failure from error
+            raise failure.with_traceback(users_part(error.__traceback__)) from None
         if fibre.task.dead:
             self.live.remove(fibre)
 
@@ -320,7 +332,10 @@ def _add_state(value: Any, to: list[bytes], depth: int = 0) -> bool:
 
 
 def _failure(fibre: Fibre, error: Exception) -> DriverError:
-    """The error of a program, with the kernel's own source line and where it was launched."""
+    """The error of a program, with the kernel's own source line and where it was launched.
+
+    All that its cause says is in there: with TDX_DEBUG=1 the whole cause is shown too.
+    """
     kernel = fibre.run.prepared
     frames = traceback.extract_tb(error.__traceback__)
     mine = [f for f in frames if f.filename == kernel.filename]

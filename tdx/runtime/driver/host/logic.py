@@ -1,8 +1,10 @@
-"""`and`, `or`, `not`, `max` and `min` in interpreted kernels, as compiled ones compute them.
+"""`and`, `or`, `not`, `max`, `min` and loops in interpreted kernels, as compiled ones have them.
 
 Python asks for the truth of an operand, which a block has not: compiled kernels take its elements.
 Of scalars the second one is evaluated only if the first does not decide, as in Python; a compiled
 kernel evaluates both. See rewriting.py, which puts calls of these in the place of the operators.
+
+A tensor counts as an index for Python, whatever it holds: loops are refused what compilers refuse.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from typing import Any
 
 import triton.language as tl
 
-__all__ = ["both", "called", "either", "negated", "truth"]
+__all__ = ["both", "called", "either", "iterator", "negated", "truth"]
 
+_NO_INTEGERS = "{}: the bounds and the step of a loop are scalar integers, got {}: divide by //"
 _REDUCED = {builtins.max: "builtin_max", builtins.min: "builtin_min"}
 
 
@@ -62,6 +65,36 @@ def negated(x: Any) -> Any:
 
 
 def called(function: Any, *args: Any) -> Any:
-    """function(*args): Python's max and min of tensors are Triton's."""
+    """function(*args): Python's max and min of tensors are Triton's; its range takes integers."""
+    if function is builtins.range:
+        _check_bounds("range", args)
+        return range(*args)
     name = _REDUCED.get(function) if any(isinstance(x, tl.tensor) for x in args) else None
     return function(*args) if name is None else getattr(tl.core, name)(*args)
+
+
+def iterator(name: str) -> Callable[..., range]:
+    """What is in the place of `tl.range` and `tl.static_range`."""
+
+    def run(arg1: Any, arg2: Any = None, step: Any = None, **_: Any) -> range:
+        start, end = (0, arg1) if arg2 is None else (arg1, arg2)
+        step = 1 if step is None else step
+        _check_bounds(f"tl.{name}", (start, end, step))
+        return range(start, end, step)
+
+    return run
+
+
+def _check_bounds(what: str, bounds: tuple[Any, ...]) -> None:
+    for given in bounds:
+        value = given.value if isinstance(given, tl.constexpr) else given
+        if not isinstance(value, tl.tensor):
+            if not hasattr(value, "__index__"):
+                raise TypeError(_NO_INTEGERS.format(what, repr(value)))
+        elif value.shape or not value.dtype.is_int():
+            raise TypeError(_NO_INTEGERS.format(what, value.type))
+        elif what == "tl.static_range":
+            raise TypeError(
+                f"{what}: the bounds and the step are constexpr, got {value.type}, known only when "
+                "the kernel runs: use range, or pass a tl.constexpr"
+            )

@@ -10,11 +10,11 @@ from triton.runtime import interpreter
 __all__ = ["LOGIC", "Transformer"]
 
 LOGIC = "_tdx_logic"  # the name of logic.py in a kernel's globals
-_ENDS = ("max", "min")
+_CALLED = ("max", "min", "range")
 
 
 class Transformer(interpreter.ASTTransformer):
-    """Makes what Python would do with the truth of blocks what a compiled kernel does.
+    """Makes what Python would do with the truth of blocks, or loops, what a compiled kernel does.
 
     `assert` is `tl.device_assert`; for the rest see logic.py.
     """
@@ -51,7 +51,7 @@ class Transformer(interpreter.ASTTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in _ENDS and not node.keywords:
+        if isinstance(node.func, ast.Name) and node.func.id in _CALLED and not node.keywords:
             return ast.copy_location(_logic_call("called", node.func, *node.args), node)
         return node
 
