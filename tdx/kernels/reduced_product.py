@@ -9,7 +9,7 @@ from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, check_apart, elements, flattened, operand
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.plan_cache import known_plan
-from tdx.kernels.product import Config, Product, check_loading
+from tdx.kernels.product import Config, Product, check_loading, usual_output
 from tdx.kernels.product_options import ProductOptions, given_operand, product_of, takes_options
 from tdx.kernels.tiles import check_config
 from tdx.runtime import dtypes
