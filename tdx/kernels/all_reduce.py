@@ -38,6 +38,7 @@ from tdx.kernels.plan import Plan, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
     ReductionConfig,
+    check_added,
     check_types,
     combine,
     finish,
@@ -57,7 +58,6 @@ from tdx.kernels.select import (
 from tdx.kernels.two_shot import Run, bind_low_latency_two_shot, bind_two_shot
 from tdx.runtime import dtypes
 from tdx.runtime.checks import check_flag
-from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
@@ -213,21 +213,20 @@ class AllReduce(Plan):
             self._has_residual = residual = check_flag(self.operation, "residual", residual)
             self._numel = elements(self.shape)
             self._columns = self.shape[-1] if self.shape else 1
-            adds = bias or residual
-            check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch, adds)
+            adds, arch = bias or residual, world.device.arch
+            check_types(self.operation, self.dtype, self.out_dtype, op, arch, adds)
             Config.check(config, self.operation, algorithm)
-            given = algorithm
             travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
             self.config = config or choose(
                 world.backend, self._numel, self.dtype, travels, self.group.size, algorithm
             )
-            algorithm, nbytes = self.config.algorithm, self._numel * self.dtype.itemsize
-            if algorithm.startswith("low_latency"):
-                kinds = (self.dtype, travels) if algorithm.endswith("two_shot") else (self.dtype,)
-                check_low_latency(self.operation, nbytes, self.group.size, kinds, algorithm)
+            way, nbytes = self.config.algorithm, self._numel * self.dtype.itemsize
+            if way.startswith("low_latency"):
+                kinds = (self.dtype, travels) if way.endswith("two_shot") else (self.dtype,)
+                check_low_latency(self.operation, nbytes, self.group.size, kinds, way)
             shared.update(
                 shape=self.shape, dtype=self.dtype, op=op, out_dtype=self.out_dtype, bias=bias,
-                residual=residual, given_algorithm=given, config=self.config,
+                residual=residual, given_algorithm=algorithm, config=self.config,
             )  # fmt: skip
         with self.preparation():
             self._build(buffer)
@@ -237,8 +236,8 @@ class AllReduce(Plan):
         self._near = (-self._sizes[1], self._sizes[0])  # the distances at which out touches x
         self._in_place = 0 if self._sizes[0] == self._sizes[1] else None
         named = {"OP": self.op, "HAS_BIAS": self._has_bias, "HAS_RESIDUAL": self._has_residual}
-        kinds, config = (self.dtype, self.out_dtype), self.config
-        what = (self, config, self.shape, kinds, named)
+        config = self.config
+        what = (self, config, self.shape, (self.dtype, self.out_dtype), named)
         # results of two_shot travel as they are, unless something is added to them
         direct = config.algorithm == "two_shot" and not (self._has_bias or self._has_residual)
         if buffer and direct and self._numel:
@@ -263,21 +262,21 @@ class AllReduce(Plan):
         The buffer is overwritten by the next call. `out` may be `x`. The result is valid after
         the stream was waited for by a call that raises faults (synchronize, numpy, check).
         """
-        known = self.again_adding(stream, x, out, bias, residual)
-        handle, *operands = known or self._begin(stream, x, out, bias, residual)
+        if bias is residual is None and (known := self.again(stream, x, out)):
+            handle, op, to = known
+            vector = whole = op  # stand in for what there is not
+        else:
+            given = (stream, x, out, bias, residual)
+            handle, op, to, vector, whole = self.again_adding(*given) or self._begin(*given)
         if self._numel:
-            (self._run_direct if out is None else self._run)(handle, *operands)
+            (self._run_direct if out is None else self._run)(handle, op, to, vector, whole)
         return self._out if out is None else out
 
     def _begin(self, stream: Any, x: Any, out: Any, bias: Any, residual: Any) -> tuple[Any, ...]:
         try:
             op = vector = whole = self.input(x, self.shape, self.dtype)
             to = self.output(out, self._out, self.shape, self.out_dtype)
-            if (bias is not None) != self._has_bias or (residual is not None) != self._has_residual:
-                raise InvalidArgument(
-                    f"all_reduce: the plan was made with bias={self._has_bias}, "
-                    f"residual={self._has_residual}; pass just those"
-                )
+            check_added(self.operation, (self._has_bias, self._has_residual), bias, residual)
             for each in (to, *self._shown):  # peers write to the own buffer whatever `out` is
                 if self._near[0] < each.address - op.address < self._near[1]:
                     check_overlap("all_reduce", op, each, self._in_place, self._sizes)

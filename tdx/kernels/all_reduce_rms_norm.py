@@ -35,7 +35,7 @@ from tdx.kernels.operand import Operand, check_apart, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.pushing import check_overlap
-from tdx.kernels.reduction import ReductionConfig
+from tdx.kernels.reduction import ReductionConfig, check_added
 from tdx.kernels.results import Results
 from tdx.kernels.rms_norm_kernels import low_latency_kernel, one_shot_kernel, two_shot_kernel
 from tdx.kernels.select import (
@@ -232,11 +232,7 @@ class AllReduceRmsNorm(Plan):
         try:
             op = self.input(x, self.shape, self.dtype)
             scale = self.input(weight, (self._columns,), self.dtype, "weight")
-            if (bias is not None) != self._has_bias or (residual is not None) != self._has_residual:
-                raise InvalidArgument(
-                    f"{self.operation}: the plan was made with bias={self._has_bias}, "
-                    f"residual={self._has_residual}; pass just those"
-                )
+            check_added(self.operation, (self._has_bias, self._has_residual), bias, residual)
             to = kept = self.output(out, self._out, self.shape, self.dtype)
             vector = whole = op  # stand in for what there is not
             if bias is not None:

@@ -7,7 +7,7 @@ min propagate NaN. "avg" is the sum divided by the number of ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import triton
@@ -22,6 +22,7 @@ from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 __all__ = [
     "OPERATIONS",
     "ReductionConfig",
+    "check_added",
     "check_types",
     "combine",
     "finish",
@@ -99,6 +100,15 @@ class ReductionConfig:
             value = getattr(self, name)
             if value < 1:
                 raise InvalidArgument(f"{name}={value} must be None or at least 1")
+
+
+def check_added(operation: str, made: tuple[bool, bool], bias: Any, residual: Any) -> None:
+    """Raise InvalidArgument unless a call adds what its plan was `made` with."""
+    if (bias is not None, residual is not None) != made:
+        raise InvalidArgument(
+            f"{operation}: the plan was made with bias={made[0]}, residual={made[1]}; pass just "
+            "those"
+        )
 
 
 def check_types(

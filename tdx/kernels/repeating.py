@@ -38,14 +38,11 @@ class Repeating:
         """As Plan has it."""
         raise NotImplementedError
 
-    def again(
-        self, stream: Any, x: Any, out: Any, above: int = 1
-    ) -> tuple[int, Operand, Operand] | None:
+    def again(self, stream: Any, x: Any, out: Any) -> tuple[int, Operand, Operand] | None:
         """Start a call that is like one before: (handle of the stream, operands of x and out).
 
-        `above`: how many frames up the plan is called. Of arrays with which `begin_checked` began
-        one, and on the same stream: all that begin would do has been done. None if anything
-        differs, or may: then all is to be looked at.
+        Of arrays with which `begin_checked` began one, and on the same stream: all that begin
+        would do has been done. None if anything differs, or may: then all is to be looked at.
         """
         result = self._out if out is None else out
         if type(x) is not Array or type(result) is not Array:
@@ -62,7 +59,7 @@ class Repeating:
         here = [handle]
         if op.block.last != here or to.block.last != here:  # as that of freed memory never is
             return None
-        self._count(2 + above)
+        self._count(3)
         return handle, op, to
 
     def begin_checked(self, stream: Any, op: Operand, to: Operand) -> tuple[int, Operand, Operand]:
@@ -77,7 +74,8 @@ class Repeating:
     ) -> tuple[int, list[Operand | None], Any] | None:
         """As again, of arrays noted at the first; None stands for what there is not.
 
-        (handle of the stream, their operands, what else was noted with them)
+        (handle of the stream, their operands, what else was noted with them). `above`: how many
+        frames up the plan is called.
         """
         at = at.operand if type(at) is Array else at
         if type(at) is not Operand:
@@ -93,11 +91,10 @@ class Repeating:
     ) -> tuple[Any, ...] | None:
         """As again, with what is added to the result: (handle, operands of x, out and of those).
 
-        That of x stands in for what there is not.
+        One of them at least; the operand of x stands in for the other.
         """
         if bias is residual is None:
-            same = self.again(stream, x, out, above=2)
-            return same and (*same, same[1], same[1])
+            return None
         at, rest = (residual, None) if bias is None else (bias, residual)
         known = self.again_with(stream, at, x, self._out if out is None else out, rest, above=2)
         if known is None or known[2] != (bias is None):
