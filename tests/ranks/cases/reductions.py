@@ -323,7 +323,7 @@ def case_bad_arguments(world):
          lambda: tdx.ReduceScatter(world, 1 << 21, "float32", algorithm="low_latency")),
         (Unsupported, "types of 2 and 4 bytes",
          lambda: tdx.reduce_scatter(world.zeros(4, "float64"), algorithm="low_latency")),
-        (InvalidArgument, "config must be", lambda: tdx.ReduceScatter(
+        (InvalidArgument, "config=.* must be a tdx.kernels", lambda: tdx.ReduceScatter(
             world, 4, "float32", config=ReduceConfig("two_shot", 64))),
         (InvalidArgument, r"root 2 is outside 0\.\.1", lambda: tdx.reduce(x, 2)),
         (InvalidArgument, r"root -1 is outside 0\.\.1", lambda: tdx.reduce(x, -1)),
