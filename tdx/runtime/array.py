@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,11 +14,12 @@ from tdx.runtime.checks import as_int
 from tdx.runtime.copies import span
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
+from tdx.runtime.shapes import address_of, complete_shape, stand_in
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["Array", "check_shape"]
+__all__ = ["Array"]
 
 # dtypes that __cuda_array_interface__ can express
 _CAI_KINDS = "biufc"
@@ -154,8 +155,7 @@ class Array:
 
     def __getitem__(self, index: Any) -> Array:
         """A view by integers, slices, `...` and None, as NumPy's basic indexing."""
-        # NumPy computes the view on a stand-in that is never read
-        carrier = _stand_in(self.shape, self.strides, self.itemsize)
+        carrier = stand_in(self.shape, self.strides, self.itemsize)
         parts = []  # with Python's ints: NumPy copies for an index that is an array
         for part in index if isinstance(index, tuple) else (index,):
             plain = part is None or part is Ellipsis or isinstance(part, slice)
@@ -168,7 +168,7 @@ class Array:
         if not any(part is Ellipsis for part in parts):
             parts.append(Ellipsis)  # else NumPy would read an element when all axes are given
         view = carrier[tuple(parts)]
-        offset = _address_of(view) - _address_of(carrier) if view.size else 0
+        offset = address_of(view) - address_of(carrier) if view.size else 0
         return self._view(self._address + offset, view.shape, view.strides, self.dtype)
 
     def __setitem__(self, index: Any, source: Any) -> None:
@@ -182,7 +182,7 @@ class Array:
                 f"{self.name} of shape {self.shape} and strides {self.strides} is not contiguous "
                 "and cannot be reshaped without a copy"
             )
-        new = _complete_shape(self.size, wanted)
+        new = complete_shape(self.size, wanted)
         return self._view(self._address, new, dlpack.row_major(new, self.itemsize), self.dtype)
 
     def view(self, dtype: Any) -> Array:
@@ -363,35 +363,3 @@ class Array:
 
     def __bool__(self) -> bool:
         raise Unsupported("the truth of an array is not defined; use x.size or x.numpy()")
-
-
-def check_shape(shape: Any) -> tuple[int, ...]:
-    """`shape` as a tuple of extents; InvalidArgument."""
-    extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-    ints = tuple(n for n in map(as_int, extents) if n is not None and n >= 0)
-    if len(ints) < len(extents):
-        raise InvalidArgument(f"shape {shape!r}: extents must be ints >= 0")
-    return ints
-
-
-def _stand_in(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Any:
-    byte = np.zeros(1, f"V{itemsize}")
-    return np.lib.stride_tricks.as_strided(byte, shape, strides, writeable=False)
-
-
-def _address_of(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _complete_shape(size: int, wanted: Sequence[Any]) -> tuple[int, ...]:
-    shape = tuple(n for n in map(as_int, wanted) if n is not None)
-    if len(shape) < len(wanted):
-        raise InvalidArgument(f"shape {tuple(wanted)}: extents must be ints")
-    rest = math.prod(n for n in shape if n != -1)
-    if shape.count(-1) > 1 or any(n < -1 for n in shape):
-        raise InvalidArgument(f"shape {shape}: extents must be >= 0, at most one may be -1")
-    if -1 in shape and rest and size % rest == 0:
-        shape = tuple(size // rest if n == -1 else n for n in shape)
-    if math.prod(shape) != size or -1 in shape:
-        raise InvalidArgument(f"{size} elements cannot be reshaped to {shape}")
-    return shape

@@ -13,7 +13,7 @@ import numpy as np
 
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.agreement import agree
-from tdx.runtime.array import Array, check_shape
+from tdx.runtime.array import Array
 from tdx.runtime.block import Block, Exports, LocalBlock, SymmetricBlock
 from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies
@@ -23,6 +23,7 @@ from tdx.runtime.group import Group, Outsider, Team, agree_on_team, make_handle
 from tdx.runtime.mpi_access import mpi_access
 from tdx.runtime.recovery import recover
 from tdx.runtime.registration import Registry
+from tdx.runtime.shapes import check_shape
 from tdx.runtime.signals import Channel, Site, Sites, Usage, agreed_channel
 from tdx.runtime.stream import InFlight, Stream, Streams, stream_handle
 from tdx.runtime.undo import Undo
