@@ -341,7 +341,7 @@ class Array:
         """Give the memory back; for a symmetric array on every rank in the same order.
 
         That is compared with the other ranks' calls when a plan, a channel or a team is made, and
-        in `world.barrier()`.
+        in `world.barrier()` and `world.close()`.
 
         Views become unusable. Raises Closed when freed already, InvalidArgument for a view of
         a part, and while a consumer of an export or a graph still holds the memory.

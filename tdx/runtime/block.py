@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.heap import UNKNOWN, Made
+from tdx.runtime.places import caller
 from tdx.runtime.stream import ANYWHERE, NOWHERE, follow
 
 if TYPE_CHECKING:
@@ -200,9 +202,12 @@ class SymmetricBlock(Block):
 
     symmetric = True
 
-    def __init__(self, driver: Driver, exports: Exports, region: Region, nbytes: int, name: str):
+    def __init__(
+        self, driver: Driver, exports: Exports, region: Region, nbytes: int, name: str,
+        made: Made = UNKNOWN,
+    ):  # fmt: skip
         self.region, self.ranks = region, region.ranks
-        self.offset = region.allocate(nbytes, name)
+        self.offset = region.allocate(nbytes, made.what or name, made)
         window = region.window
         super().__init__(driver, exports, window.address(window.rank, self.offset), nbytes, name)
         self._finish_with(self.last)
@@ -227,4 +232,4 @@ class SymmetricBlock(Block):
         super().free()
         self.last[:] = [NOWHERE]
         self._finalizer.detach()
-        self.region.heap.free(self.offset - self.region.start)
+        self.region.heap.free(self.offset - self.region.start, caller())
