@@ -42,7 +42,7 @@ def close(world: World, meet: bool, error: BaseException | None = None) -> None:
     if failure is not None or not meet:
         world.faults.halt()
         world.driver.abandon()
-        _note_damage(world.channels, failure or error)
+        _note_damage(world.channels, failure or world.faults.raised or error)
     _mark(world, "its world is closed")
     held = len(world.exports)
     if held:
@@ -106,8 +106,8 @@ def _note_damage(channel: HostChannel, why: BaseException | None) -> None:
     if page is None:
         return
     if why is not None:
-        kind = "" if isinstance(why, TdxError) else f"{type(why).__name__}: "
-        page.farewell = f"{kind}{why}"
+        text = str(why) if isinstance(why, TdxError) else f"{type(why).__name__}: {why}"
+        page.farewell = getattr(why, "origin", None) or (channel.rank, text)
     recovered = page.answer(0)  # the members that others went on with
     if channel.lost() or (recovered and not recovered >> channel.rank & 1):
         skip_mpi_finalize()
