@@ -235,7 +235,7 @@ class Region:
         self._last: dict[int, list[int]] = {}  # dropped block -> streams of its last uses
         self.waits_first = False  # for queued work, before it grows
         self.diverged = False  # from other ranks', and the caller has been told
-        self.remedy = "free arrays"
+        self.remedy, self.larger = "free arrays", ""  # and how to get a larger region
         # what is given up if it cannot grow: plans that one-line functions have made
         self.before_reclaim: Callable[[], object] = lambda: None
 
@@ -330,11 +330,16 @@ class Region:
 
     def _exhausted(self, full: HeapFull, label: str, why: str) -> HeapExhausted:
         heap = self.heap
+        request = f"{self.name} heap: {format_bytes(full.requested)} requested for {label}"
+        if full.requested > heap.limit - self.window.driver.gap:
+            return HeapExhausted(
+                f"{request}, but it grows up to {format_bytes(heap.limit)} at most, so that to free "
+                f"what it holds is of no use; use smaller arrays{self.larger}"
+            )
         return HeapExhausted(
-            f"{self.name} heap: {format_bytes(full.requested)} requested for {label}, "
-            f"{format_bytes(full.free)} free of {format_bytes(heap.capacity)}, the largest free "
-            f"run {format_bytes(full.largest_free)}, and it grows up to "
-            f"{format_bytes(heap.limit)} at most{why}; {self.remedy}"
+            f"{request}, {format_bytes(full.free)} free of {format_bytes(heap.capacity)}, "
+            f"the largest free run {format_bytes(full.largest_free)}, and it grows up to "
+            f"{format_bytes(heap.limit)} at most{why}; {self.remedy}{self.larger}"
         )
 
 

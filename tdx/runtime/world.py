@@ -112,7 +112,7 @@ class World(Group):
         first = min(_FIRST_USER_BYTES, limit)
         self.user_region = Region(self.window, "user", start, first, limit, self.ranks)
         if heap_bytes:
-            self.user_region.remedy += ", or pass a larger heap_bytes= to tdx.init"
+            self.user_region.larger = ", or pass a larger heap_bytes= to tdx.init"
         self.registry = Registry(self)
         undo.add(self.registry.close)
         self.stream = self.new_stream()

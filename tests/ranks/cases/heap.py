@@ -81,8 +81,15 @@ def case_a_hard_cap(comm, backend):
         )
         with pytest.raises(HeapExhausted, match=said):
             world.empty(MIB - gap, "uint8", name="big")
-        with pytest.raises(HeapExhausted):
-            world.empty((1 << 20, 1 << 20, 1 << 20), "float64")
+        never = (
+            r"requested for array .*, but it grows up to 1 MiB at most, so that to free what it "
+            r"holds is of no use; use smaller arrays, or pass a larger heap_bytes="
+        )
+        for shape in (MIB - gap + 1, (1 << 20, 1 << 20, 1 << 20)):
+            with pytest.raises(HeapExhausted, match=never):
+                world.empty(shape, "uint8")
+        with pytest.raises(HeapExhausted, match=r"16\.0 TiB .*, but it grows.*smaller arrays$"):
+            tdx.AllReduce(world, (1 << 42,), "float32")
         with pytest.raises(HeapExhausted):
             world.empty(1 << 60, "uint8", symmetric=False)
         for _ in range(5):
