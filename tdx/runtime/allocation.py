@@ -32,6 +32,7 @@ def allocate_user(
     made = Made(f"{named} {shape} {dtype}", caller())
     site = Site("kernel", label, itemsize=max(4, dtype.itemsize))
     array = allocate_symmetric(world, world.user_region, shape, dtype, label, site, made)
+    array._block.named = bool(name)
     if config.debug:
         agree(world, "world.empty")
     return array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,10 @@ import numpy as np
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.block import Block
 from tdx.runtime.checks import as_int
-from tdx.runtime.copies import span
+from tdx.runtime.copies import host_array, span
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
-from tdx.runtime.shapes import address_of, complete_shape, stand_in
+from tdx.runtime.shapes import address_of, complete_shape, is_broadcast, stand_in
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
@@ -143,11 +144,12 @@ class Array:
         """The same array in rank `rank`'s heap; InvalidArgument for local arrays."""
         self._block.check()
         if not self.symmetric:
-            raise InvalidArgument(f"{self.name} is local; only symmetric arrays have peers")
+            raise InvalidArgument(f"{self._block.title} is local; only symmetric arrays have peers")
         rank, ranks = self.world.check_rank(rank), self._block.ranks
         if ranks is not None and rank not in ranks:
             raise InvalidArgument(
-                f"{self.name} is there on the ranks of a team, {list(ranks)}, not on rank {rank}"
+                f"{self._block.title} is there on the ranks of a team, {list(ranks)}, not on "
+                f"rank {rank}"
             )
         window = self.world.window
         address = self._address + (rank - self.owner_rank) * window.stride
@@ -172,15 +174,19 @@ class Array:
         return self._view(self._address + offset, view.shape, view.strides, self.dtype)
 
     def __setitem__(self, index: Any, source: Any) -> None:
-        self[index].copy_from(source)
+        """Copy into a view, see `copy_from`; a number, of Python or NumPy, fills the view."""
+        view = self[index]
+        if isinstance(source, (numbers.Number, np.generic)):
+            source = np.full(view.shape, host_array(source, view.dtype))
+        view.copy_from(source)
 
     def reshape(self, *shape: int | Sequence[int]) -> Array:
         """A view of a contiguous array with another shape; one extent may be -1."""
         wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         if not self.is_contiguous:
             raise InvalidArgument(
-                f"{self.name} of shape {self.shape} and strides {self.strides} is not contiguous "
-                "and cannot be reshaped without a copy"
+                f"{self._block.title} of shape {self.shape} and strides {self.strides} is "
+                "not contiguous and cannot be reshaped without a copy"
             )
         new = complete_shape(self.size, wanted)
         return self._view(self._address, new, dlpack.row_major(new, self.itemsize), self.dtype)
@@ -193,8 +199,8 @@ class Array:
         row = self.shape[-1] * self.itemsize if self.shape else 0
         if not self.shape or self.strides[-1] != self.itemsize or row % new.itemsize:
             raise InvalidArgument(
-                f"{self.name} of shape {self.shape} {self.dtype} cannot be seen as {new}: the last "
-                f"axis must be contiguous and its {row} bytes a multiple of {new.itemsize}"
+                f"{self._block.title} of shape {self.shape} {self.dtype} cannot be seen as {new}: "
+                f"the last axis must be contiguous and its {row} bytes a multiple of {new.itemsize}"
             )
         shape = (*self.shape[:-1], row // new.itemsize)
         strides = (*self.strides[:-1], new.itemsize)
@@ -253,11 +259,14 @@ class Array:
             source, in_order = copies.source(source, stream, self.dtype)
         if source.dtype != self.dtype:
             raise DtypeError(
-                f"{self.name} has dtype {self.dtype}, the source {source.dtype}; convert it first"
+                f"{self._block.title} has dtype {self.dtype}, the source {source.dtype}; convert "
+                "it first"
             )
-        if tuple(source.shape) != self.shape:
+        if (given := tuple(source.shape)) != self.shape:
+            advice = f"; pass np.broadcast_to(source, {self.shape})"
             raise InvalidArgument(
-                f"{self.name} has shape {self.shape}, the source {tuple(source.shape)}"
+                f"{self._block.title} has shape {self.shape}, the source {given}: shapes must be "
+                f"equal, there is no broadcasting{advice * is_broadcast(given, self.shape)}"
             )
         if self.size:
             copies.copy(self, source, in_order)
@@ -324,7 +333,9 @@ class Array:
         if self.world.backend != "host":
             raise TypeError("the array is in GPU memory; x.numpy() copies it to the host")
         if copy is False and dtype is not None and np.dtype(dtype) != self.dtype:
-            raise ValueError(f"{self.name} has dtype {self.dtype}; as {dtype} it must be copied")
+            raise ValueError(
+                f"{self._block.title} has dtype {self.dtype}; as {dtype} it must be copied"
+            )
         if copy:
             view = self.numpy()
         else:
@@ -351,14 +362,14 @@ class Array:
         if self.nbytes != self._block.nbytes:
             raise InvalidArgument(
                 f"this is a view of {self.nbytes} of the {self._block.nbytes} bytes of "
-                f"{self.name}; free the whole array"
+                f"{self._block.title}; free the whole array"
             )
         self._block.free()
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{self.name} is memory of this process and cannot be pickled or deep-copied: pass "
-            "x.numpy() on, or make a copy with world.array(x)"
+            f"{self._block.title} is memory of this process and cannot be pickled or deep-copied: "
+            "pass x.numpy() on, or make a copy with world.array(x)"
         )
 
     def __bool__(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from tdx.runtime.checks import as_int
 from tdx.runtime.errors import InvalidArgument
 
-__all__ = ["address_of", "check_shape", "complete_shape", "stand_in"]
+__all__ = ["address_of", "check_shape", "complete_shape", "is_broadcast", "stand_in"]
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:
@@ -21,6 +21,14 @@ def check_shape(shape: Any) -> tuple[int, ...]:
     if len(ints) < len(extents):
         raise InvalidArgument(f"shape {shape!r}: extents must be ints >= 0")
     return ints
+
+
+def is_broadcast(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether NumPy broadcasts an array of the one shape to the other."""
+    try:
+        return np.broadcast_shapes(shape, wanted) == wanted
+    except ValueError:
+        return False
 
 
 def stand_in(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Any:

@@ -333,8 +333,8 @@ class Region:
         request = f"{self.name} heap: {format_bytes(full.requested)} requested for {label}"
         if full.requested > heap.limit - self.window.driver.gap:
             return HeapExhausted(
-                f"{request}, but it grows up to {format_bytes(heap.limit)} at most, so that to free "
-                f"what it holds is of no use; use smaller arrays{self.larger}"
+                f"{request}, but it grows up to {format_bytes(heap.limit)} at most, so that to "
+                f"free what it holds is of no use; use smaller arrays{self.larger}"
             )
         return HeapExhausted(
             f"{request}, {format_bytes(full.free)} free of {format_bytes(heap.capacity)}, "

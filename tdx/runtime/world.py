@@ -146,7 +146,9 @@ class World(Group):
         kind = dtypes.resolve(dtype)
         extents = check_shape(shape)
         if not symmetric:
-            return self.local(extents, kind, name or "array")
+            array = self.local(extents, kind, name or "array")
+            array._block.named = bool(name)
+            return array
         array = allocate_user(self, extents, kind, name, self._allocations + 1)
         self._allocations += 1  # a refused one does not count: ranks number arrays alike
         return array
