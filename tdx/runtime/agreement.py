@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from tdx.runtime.errors import CollectiveMismatch
-from tdx.runtime.heap import Call, first_difference
+from tdx.runtime.heap import HISTORY, Call, first_difference
+from tdx.runtime.outcomes import table_of
 
 if TYPE_CHECKING:
     from tdx.runtime.group import Group
 
-__all__ = ["agree"]
+__all__ = ["agree", "difference"]
 
 
 def agree(group: Group, call: str) -> None:
@@ -19,34 +21,45 @@ def agree(group: Group, call: str) -> None:
     Raises CollectiveMismatch with the table rank -> call on every rank; when only the heaps
     differ, it names the first allocation that does.
     """
+    if (found := difference(group, call)) is not None:
+        group.world.user_region.diverged = True
+        raise found
+
+
+def difference(group: Group, call: str) -> CollectiveMismatch | None:
+    """As agree, but returns what it would raise where only the heaps differ."""
     world = group.world
     text = f"{call} team={list(group.ranks)}" if group.index else call
     digest = world.user_region.heap.digest
-    if len(set(world.channels.allgather(digest, text, group.ranks))) > 1:
-        raise _diverged(group, call)  # every rank sees the same digests and comes here
+    if len(set(world.channels.allgather(digest, text, group.ranks))) == 1:
+        return None
+    return _diverged(group, call)  # every rank sees the same digests and comes here
 
 
 def _diverged(group: Group, call: str) -> CollectiveMismatch:
-    recent = group.world.user_region.heap.recent
-    payload = "\n".join(f"{number} {text}" for number, text in recent).encode()
-    what = f"heap histories at {call}"
-    histories = []
-    for data in group.world.channels.allgather(payload, what, group.ranks):
-        lines = (line.partition(" ") for line in data.decode().splitlines())
-        histories.append([Call(int(number), text) for number, _, text in lines])
-    number = 0
-    for history in histories[1:]:
-        difference = first_difference(histories[0], history)
-        if difference is not None and (number == 0 or difference.sequence < number):
-            number = difference.sequence
+    payload = json.dumps(group.world.user_region.heap.recent).encode()
+    gathered = group.world.channels.allgather(payload, f"heap histories at {call}", group.ranks)
+    histories = [[Call(*made) for made in json.loads(data)] for data in gathered]
+    found = (first_difference(histories[0], history) for history in histories[1:])
+    number = min((each.sequence for each in found if each is not None), default=0)
     calls = {
-        rank: dict(history).get(number, "no such call")
-        for rank, history in zip(group.ranks, histories, strict=True)
+        rank: _made(history, number) for rank, history in zip(group.ranks, histories, strict=True)
     }
-    table = "; ".join(f"rank {rank}: {text}" for rank, text in calls.items())
+    which = f"the first difference that is still remembered is allocation {number}"
+    if not number:
+        calls = {}
+        which = f"not in the last {HISTORY} allocations, of which more is known"
     return CollectiveMismatch(
-        f"{call}: ranks allocated differently before it; the first difference that is still "
-        f"remembered is allocation {number}: {table}. Symmetric arrays need the same calls in the "
+        f"{call}: ranks have allocated differently; {which}{calls and ': ' + table_of(calls)}. "
+        "Symmetric arrays need the same calls, with the same shapes, dtypes and names, in the "
         "same order on every rank",
         calls,
     )
+
+
+def _made(history: list[Call], number: int) -> str:
+    """The call of that number, and where it was made."""
+    for call in history:
+        if call.sequence == number:
+            return call.text + (call.place and f", made at {call.place}")
+    return "no such call"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import numbers
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,14 +12,15 @@ import numpy as np
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.block import Block
 from tdx.runtime.checks import as_int
-from tdx.runtime.copies import span
+from tdx.runtime.copies import host_array, span
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
+from tdx.runtime.shapes import address_of, complete_shape, is_broadcast, stand_in
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["Array", "check_shape"]
+__all__ = ["Array"]
 
 # dtypes that __cuda_array_interface__ can express
 _CAI_KINDS = "biufc"
@@ -142,11 +144,12 @@ class Array:
         """The same array in rank `rank`'s heap; InvalidArgument for local arrays."""
         self._block.check()
         if not self.symmetric:
-            raise InvalidArgument(f"{self.name} is local; only symmetric arrays have peers")
+            raise InvalidArgument(f"{self._block.title} is local; only symmetric arrays have peers")
         rank, ranks = self.world.check_rank(rank), self._block.ranks
         if ranks is not None and rank not in ranks:
             raise InvalidArgument(
-                f"{self.name} is there on the ranks of a team, {list(ranks)}, not on rank {rank}"
+                f"{self._block.title} is there on the ranks of a team, {list(ranks)}, not on "
+                f"rank {rank}"
             )
         window = self.world.window
         address = self._address + (rank - self.owner_rank) * window.stride
@@ -154,8 +157,7 @@ class Array:
 
     def __getitem__(self, index: Any) -> Array:
         """A view by integers, slices, `...` and None, as NumPy's basic indexing."""
-        # NumPy computes the view on a stand-in that is never read
-        carrier = _stand_in(self.shape, self.strides, self.itemsize)
+        carrier = stand_in(self.shape, self.strides, self.itemsize)
         parts = []  # with Python's ints: NumPy copies for an index that is an array
         for part in index if isinstance(index, tuple) else (index,):
             plain = part is None or part is Ellipsis or isinstance(part, slice)
@@ -168,21 +170,25 @@ class Array:
         if not any(part is Ellipsis for part in parts):
             parts.append(Ellipsis)  # else NumPy would read an element when all axes are given
         view = carrier[tuple(parts)]
-        offset = _address_of(view) - _address_of(carrier) if view.size else 0
+        offset = address_of(view) - address_of(carrier) if view.size else 0
         return self._view(self._address + offset, view.shape, view.strides, self.dtype)
 
     def __setitem__(self, index: Any, source: Any) -> None:
-        self[index].copy_from(source)
+        """Copy into a view, see `copy_from`; a number, of Python or NumPy, fills the view."""
+        view = self[index]
+        if isinstance(source, (numbers.Number, np.generic)):
+            source = np.full(view.shape, host_array(source, view.dtype))
+        view.copy_from(source)
 
     def reshape(self, *shape: int | Sequence[int]) -> Array:
         """A view of a contiguous array with another shape; one extent may be -1."""
         wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         if not self.is_contiguous:
             raise InvalidArgument(
-                f"{self.name} of shape {self.shape} and strides {self.strides} is not contiguous "
-                "and cannot be reshaped without a copy"
+                f"{self._block.title} of shape {self.shape} and strides {self.strides} is "
+                "not contiguous and cannot be reshaped without a copy"
             )
-        new = _complete_shape(self.size, wanted)
+        new = complete_shape(self.size, wanted)
         return self._view(self._address, new, dlpack.row_major(new, self.itemsize), self.dtype)
 
     def view(self, dtype: Any) -> Array:
@@ -193,8 +199,8 @@ class Array:
         row = self.shape[-1] * self.itemsize if self.shape else 0
         if not self.shape or self.strides[-1] != self.itemsize or row % new.itemsize:
             raise InvalidArgument(
-                f"{self.name} of shape {self.shape} {self.dtype} cannot be seen as {new}: the last "
-                f"axis must be contiguous and its {row} bytes a multiple of {new.itemsize}"
+                f"{self._block.title} of shape {self.shape} {self.dtype} cannot be seen as {new}: "
+                f"the last axis must be contiguous and its {row} bytes a multiple of {new.itemsize}"
             )
         shape = (*self.shape[:-1], row // new.itemsize)
         strides = (*self.strides[:-1], new.itemsize)
@@ -253,11 +259,14 @@ class Array:
             source, in_order = copies.source(source, stream, self.dtype)
         if source.dtype != self.dtype:
             raise DtypeError(
-                f"{self.name} has dtype {self.dtype}, the source {source.dtype}; convert it first"
+                f"{self._block.title} has dtype {self.dtype}, the source {source.dtype}; convert "
+                "it first"
             )
-        if tuple(source.shape) != self.shape:
+        if (given := tuple(source.shape)) != self.shape:
+            advice = f"; pass np.broadcast_to(source, {self.shape})"
             raise InvalidArgument(
-                f"{self.name} has shape {self.shape}, the source {tuple(source.shape)}"
+                f"{self._block.title} has shape {self.shape}, the source {given}: shapes must be "
+                f"equal, there is no broadcasting{advice * is_broadcast(given, self.shape)}"
             )
         if self.size:
             copies.copy(self, source, in_order)
@@ -324,7 +333,9 @@ class Array:
         if self.world.backend != "host":
             raise TypeError("the array is in GPU memory; x.numpy() copies it to the host")
         if copy is False and dtype is not None and np.dtype(dtype) != self.dtype:
-            raise ValueError(f"{self.name} has dtype {self.dtype}; as {dtype} it must be copied")
+            raise ValueError(
+                f"{self._block.title} has dtype {self.dtype}; as {dtype} it must be copied"
+            )
         if copy:
             view = self.numpy()
         else:
@@ -341,7 +352,7 @@ class Array:
         """Give the memory back; for a symmetric array on every rank in the same order.
 
         That is compared with the other ranks' calls when a plan, a channel or a team is made, and
-        in `world.barrier()`.
+        in `world.barrier()` and `world.close()`.
 
         Views become unusable. Raises Closed when freed already, InvalidArgument for a view of
         a part, and while a consumer of an export or a graph still holds the memory.
@@ -351,47 +362,15 @@ class Array:
         if self.nbytes != self._block.nbytes:
             raise InvalidArgument(
                 f"this is a view of {self.nbytes} of the {self._block.nbytes} bytes of "
-                f"{self.name}; free the whole array"
+                f"{self._block.title}; free the whole array"
             )
         self._block.free()
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{self.name} is memory of this process and cannot be pickled or deep-copied: pass "
-            "x.numpy() on, or make a copy with world.array(x)"
+            f"{self._block.title} is memory of this process and cannot be pickled or deep-copied: "
+            "pass x.numpy() on, or make a copy with world.array(x)"
         )
 
     def __bool__(self) -> bool:
         raise Unsupported("the truth of an array is not defined; use x.size or x.numpy()")
-
-
-def check_shape(shape: Any) -> tuple[int, ...]:
-    """`shape` as a tuple of extents; InvalidArgument."""
-    extents = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-    ints = tuple(n for n in map(as_int, extents) if n is not None and n >= 0)
-    if len(ints) < len(extents):
-        raise InvalidArgument(f"shape {shape!r}: extents must be ints >= 0")
-    return ints
-
-
-def _stand_in(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Any:
-    byte = np.zeros(1, f"V{itemsize}")
-    return np.lib.stride_tricks.as_strided(byte, shape, strides, writeable=False)
-
-
-def _address_of(array: np.ndarray[Any, Any]) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _complete_shape(size: int, wanted: Sequence[Any]) -> tuple[int, ...]:
-    shape = tuple(n for n in map(as_int, wanted) if n is not None)
-    if len(shape) < len(wanted):
-        raise InvalidArgument(f"shape {tuple(wanted)}: extents must be ints")
-    rest = math.prod(n for n in shape if n != -1)
-    if shape.count(-1) > 1 or any(n < -1 for n in shape):
-        raise InvalidArgument(f"shape {shape}: extents must be >= 0, at most one may be -1")
-    if -1 in shape and rest and size % rest == 0:
-        shape = tuple(size // rest if n == -1 else n for n in shape)
-    if math.prod(shape) != size or -1 in shape:
-        raise InvalidArgument(f"{size} elements cannot be reshaped to {shape}")
-    return shape

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.heap import UNKNOWN, Made
+from tdx.runtime.places import caller
 from tdx.runtime.stream import ANYWHERE, NOWHERE, follow
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class Block:
     """
 
     symmetric = False
+    named = True  # by the user, or made up?
     shows_stream = True  # or does its owner order its own work only?
     ranks: Sequence[int] | None = None  # of the world that have it mapped; None: all
     freed = False
@@ -93,12 +96,17 @@ class Block:
     def stream(self, handle: int) -> None:
         self.last[0] = handle
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"array {self.name}" if self.named else "the array"
+
     def check(self) -> None:
         """Raise Closed if the memory, or its world, is gone."""
         if self.exports.closed:
-            raise Closed(f"array {self.name}: {self.exports.closed}")
+            raise Closed(f"{self.title}: {self.exports.closed}")
         if self.freed:
-            raise Closed(f"array {self.name} was freed")
+            raise Closed(f"{self.title} was freed")
 
     def note(self, stream: int) -> None:
         """Work that others order is about to use the block on `stream`: plain launches, say.
@@ -153,12 +161,12 @@ class Block:
         self.check()
         if self._held:
             raise InvalidArgument(
-                f"array {self.name} is exported to {self._held} consumer(s) that still hold it; "
+                f"{self.title} is exported to {self._held} consumer(s) that still hold it; "
                 "drop those arrays first, or drop the last reference instead of calling free()"
             )
         if self.recorded:
             raise InvalidArgument(
-                f"array {self.name} is used by a recorded graph, which could be replayed; drop the "
+                f"{self.title} is used by a recorded graph, which could be replayed; drop the "
                 "graph first (other libraries do not tell when theirs are gone: close the world), "
                 "or drop the last reference instead of calling free()"
             )
@@ -200,9 +208,12 @@ class SymmetricBlock(Block):
 
     symmetric = True
 
-    def __init__(self, driver: Driver, exports: Exports, region: Region, nbytes: int, name: str):
+    def __init__(
+        self, driver: Driver, exports: Exports, region: Region, nbytes: int, name: str,
+        made: Made = UNKNOWN,
+    ):  # fmt: skip
         self.region, self.ranks = region, region.ranks
-        self.offset = region.allocate(nbytes, name)
+        self.offset = region.allocate(nbytes, made.what or name, made)
         window = region.window
         super().__init__(driver, exports, window.address(window.rank, self.offset), nbytes, name)
         self._finish_with(self.last)
@@ -227,4 +238,4 @@ class SymmetricBlock(Block):
         super().free()
         self.last[:] = [NOWHERE]
         self._finalizer.detach()
-        self.region.heap.free(self.offset - self.region.start)
+        self.region.heap.free(self.offset - self.region.start, caller())

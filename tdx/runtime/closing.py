@@ -6,6 +6,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING
 
+from tdx.runtime.agreement import difference
 from tdx.runtime.block import Exports
 from tdx.runtime.errors import TdxError
 from tdx.runtime.mpi_end import skip_mpi_finalize, watch_at_exit
@@ -26,11 +27,12 @@ def close(world: World, meet: bool, error: BaseException | None = None) -> None:
     mismatch = world.channels.mismatch
     known = world.faults.raised or mismatch  # the caller has seen it: closing is left to do
     failure: BaseException | None = mismatch
+    told, diverged = world.user_region.diverged, None
     try:
         if meet and mismatch is None:
             world.synchronize()
             world.closing = True  # from here on peers may leave
-            world.channels.barrier("close")
+            diverged = difference(world, "close")
     except TdxError as error:
         failure = error
     except BaseException:
@@ -40,7 +42,7 @@ def close(world: World, meet: bool, error: BaseException | None = None) -> None:
     if failure is not None or not meet:
         world.faults.halt()
         world.driver.abandon()
-        _note_damage(world.channels, failure or error)
+        _note_damage(world.channels, failure or world.faults.raised or error)
     _mark(world, "its world is closed")
     held = len(world.exports)
     if held:
@@ -54,8 +56,8 @@ def close(world: World, meet: bool, error: BaseException | None = None) -> None:
             ResourceWarning,
             stacklevel=3,
         )
-    if failure is None and failures:
-        failure = failures[0]
+    for other in (None if told else diverged, *failures):
+        failure = other if failure is None else failure
     if failure is not None and failure is not known:
         raise failure
 
@@ -104,8 +106,8 @@ def _note_damage(channel: HostChannel, why: BaseException | None) -> None:
     if page is None:
         return
     if why is not None:
-        kind = "" if isinstance(why, TdxError) else f"{type(why).__name__}: "
-        page.farewell = f"{kind}{why}"
+        text = str(why) if isinstance(why, TdxError) else f"{type(why).__name__}: {why}"
+        page.farewell = getattr(why, "origin", None) or (channel.rank, text)
     recovered = page.answer(0)  # the members that others went on with
     if channel.lost() or (recovered and not recovered >> channel.rank & 1):
         skip_mpi_finalize()

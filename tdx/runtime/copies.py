@@ -171,8 +171,8 @@ class Copies:
         elif stream == -1:
             if config.debug and self._is_pending(block):
                 warnings.warn(
-                    f"{block.name} is exported with stream=-1, as mpi4py does, while work on it is "
-                    "pending: the consumer may see what was there before. "
+                    f"{block.title} is exported with stream=-1, as mpi4py does, while work on it "
+                    "is pending: the consumer may see what was there before. "
                     "`with world.mpi(x):` waits for the work",
                     RuntimeWarning,
                     stacklevel=3,

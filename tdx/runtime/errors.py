@@ -19,7 +19,15 @@ __all__ = [
 
 
 class TdxError(Exception):
-    """Base of all errors of tdx."""
+    """Base of all errors of tdx.
+
+    Attributes
+    ----------
+    origin : tuple[int, str], optional
+        Where other ranks failed first: the world rank of the first, and what it said.
+    """
+
+    origin: tuple[int, str] | None = None
 
 
 class InvalidArgument(TdxError, ValueError):
@@ -71,11 +79,23 @@ class PeerLost(TdxError, ConnectionError):
     ----------
     ranks : tuple[int, ...]
         World ranks that are gone.
+    rank, peer : int
+        As those of PeerTimeout: the own world rank, and the lowest of `ranks` (-1: not known).
     """
 
-    def __init__(self, message: str, ranks: Sequence[int] = ()):
+    def __init__(
+        self,
+        message: str,
+        ranks: Sequence[int] = (),
+        *,
+        rank: int = -1,
+        origin: tuple[int, str] | None = None,
+    ):
         super().__init__(message)
         self.ranks = tuple(ranks)
+        self.rank = rank
+        self.peer = min(self.ranks, default=-1)
+        self.origin = origin
 
 
 class PeerTimeout(TdxError, TimeoutError):
@@ -109,8 +129,10 @@ class PeerTimeout(TdxError, TimeoutError):
         seen: int = 0,
         call_number: int = 0,
         location: str = "",
+        origin: tuple[int, str] | None = None,
     ):
         super().__init__(message)
+        self.origin = origin
         self.rank = rank
         self.peer = peer
         self.operation = operation

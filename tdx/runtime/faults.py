@@ -20,7 +20,7 @@ import numpy as np
 
 from tdx import abi
 from tdx.runtime.errors import PeerLost, PeerTimeout, TdxError
-from tdx.runtime.heartbeat import ABORT_QUESTION
+from tdx.runtime.heartbeat import ABORT_QUESTION, PRESENT
 from tdx.runtime.mpi_end import skip_mpi_finalize
 from tdx.runtime.mpi_files import files_of, remove
 from tdx.runtime.outcomes import describe_ranks
@@ -137,7 +137,8 @@ class Faults:
                 channels = self._world.channels
                 self.first = channels.explain(self._describe())
                 if channels.page is not None and isinstance(self.first, PeerTimeout):
-                    channels.page.tell_fault(str(self.first))
+                    own = self._world.rank, str(self.first)
+                    channels.page.tell_fault(*self.first.origin or own)
             return self.first
 
     def notice(self) -> bool:
@@ -176,18 +177,21 @@ class Faults:
         self._left_since = min(self._left_since, now)
         if now - self._left_since < _LEFT_S:
             return None
-        first, page = min(left), world.channels.page
-        why = page.absence(first, 0, True) if page is not None else ""
+        ranks, page = sorted(left), world.channels.page
+        why, origin = page.absence(ranks, 0, True) if page is not None else PRESENT
         return PeerLost(
             f"rank {world.rank} lost {describe_ranks(left)}: the world was closed there, after an "
-            "error or too early, while it is in use here" + (why and f"; rank {first} {why}"),
-            sorted(left),
+            f"error or too early, while it is in use here{why}",
+            ranks,
+            rank=world.rank,
+            origin=origin,
         )
 
     def _lost(self, ranks: frozenset[int]) -> PeerLost:
         return PeerLost(
             f"rank {self._world.rank} lost {describe_ranks(ranks)}: the process has ended",
             sorted(ranks),
+            rank=self._world.rank,
         )
 
     def _given_up(self, ranks: list[int]) -> PeerTimeout:
@@ -227,6 +231,7 @@ class Faults:
                 f"rank {world.rank} lost rank {peer} while it waited in {running}{call} for "
                 f"signal {signal}{where}",
                 [peer],
+                rank=world.rank,
             )
         programs = self._executor.waiting if self._executor is not None else []
         waiting = "".join(f"\n  {line}" for line in programs)

@@ -18,7 +18,16 @@ from typing import NamedTuple
 
 from .errors import Closed, InvalidArgument
 
-__all__ = ["Call", "Difference", "Heap", "HeapFull", "first_difference", "format_bytes"]
+__all__ = [
+    "UNKNOWN",
+    "Call",
+    "Difference",
+    "Heap",
+    "HeapFull",
+    "Made",
+    "first_difference",
+    "format_bytes",
+]
 
 ALIGNMENT = 256  # bytes; also the least size of a block
 HISTORY = 64  # calls remembered for `first_difference`
@@ -43,11 +52,22 @@ class HeapFull(Exception):
         self.shortfall = shortfall
 
 
+class Made(NamedTuple):
+    """For messages: what is allocated, alike on all ranks, and where in this rank's program."""
+
+    what: str = ""
+    place: str = ""
+
+
+UNKNOWN = Made()
+
+
 class Call(NamedTuple):
     """One recorded call; sequence numbers start at 1."""
 
     sequence: int
     text: str
+    place: str = ""  # need not be the same on all ranks
 
 
 class Difference(NamedTuple):
@@ -89,7 +109,7 @@ class Heap:
         self._limit = limit_bytes // alignment * alignment
         self._starts = [0] if self._capacity else []  # free blocks, ascending; sizes in parallel
         self._sizes = [self._capacity] if self._capacity else []
-        self._live: dict[int, tuple[int, int]] = {}  # offset -> bytes taken and asked for
+        self._live: dict[int, tuple[int, int, str]] = {}  # offset -> bytes taken, asked for; what
         self._order: list[int] = []  # of the live offsets
         self._freed: set[int] = set()  # freed offsets at which no new block begins
         self._dropped: set[int] = set()
@@ -101,10 +121,11 @@ class Heap:
 
     # -- the layout: called alike on all ranks
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, made: Made = UNKNOWN) -> int:
         """The offset of a new block of at least `nbytes` bytes (0 takes a block of its own).
 
-        Raises HeapFull without any effect when no free block is large enough.
+        `made.what` is a part of the call. Raises HeapFull without any effect when no free block is
+        large enough.
         """
         if nbytes < 0:
             raise InvalidArgument(f"cannot allocate {nbytes} bytes")
@@ -120,22 +141,23 @@ class Heap:
             else:
                 self._starts[i] += size
                 self._sizes[i] -= size
-            self._live[offset] = size, nbytes
+            self._live[offset] = size, nbytes, made.what
             insort(self._order, offset)
             self._freed.discard(offset)
-            self._record(f"allocate({nbytes}) -> {offset}")
+            self._record(f"allocate({nbytes}) -> {offset}", made.what, made.place)
             return offset
 
-    def free(self, offset: int) -> None:
-        """Free a block now, dropped or not.
+    def free(self, offset: int, place: str = "") -> None:
+        """Free a block now, dropped or not; `place`: where in the program.
 
         Raises Closed for a block freed before, InvalidArgument for an offset where none begins.
         """
         with self._lock:
             self._drain()
             self._check_live(offset)
+            what = self._live[offset][2]
             self._release(offset)
-            self._record(f"free({offset})")
+            self._record(f"free({offset})", what and f"free of {what}", place)
 
     def reclaim(self, offsets: Iterable[int]) -> int:
         """Free the blocks that all ranks reported by `dropped`; returns the bytes gained.
@@ -230,7 +252,7 @@ class Heap:
     def blocks(self) -> dict[int, int]:
         """Offset -> bytes of every allocated block."""
         with self._lock:
-            return {offset: size for offset, (size, _) in self._live.items()}
+            return {offset: size for offset, (size, *_) in self._live.items()}
 
     def block_at(self, offset: int) -> tuple[int, int] | None:
         """(first byte, bytes asked for) of the allocated block that an offset is in."""
@@ -287,10 +309,12 @@ class Heap:
             if offset in self._live:
                 self._dropped.add(offset)
 
-    def _record(self, text: str) -> None:
+    def _record(self, text: str, what: str = "", place: str = "") -> None:
+        """Note a call, which messages show as `what`, or else `text`, at `place`."""
         self._sequence += 1
-        self._digest = hashlib.blake2b(self._digest + text.encode(), digest_size=16).digest()
-        self._recent.append(Call(self._sequence, text))
+        state = self._digest + f"{text} {what}".encode("utf-8", "backslashreplace")
+        self._digest = hashlib.blake2b(state, digest_size=16).digest()
+        self._recent.append(Call(self._sequence, what or text, place))
 
 
 def first_difference(mine: Iterable[Call], theirs: Iterable[Call]) -> Difference | None:
@@ -299,7 +323,7 @@ def first_difference(mine: Iterable[Call], theirs: Iterable[Call]) -> Difference
     None if the remembered parts agree and end alike: the histories are then equal, or they
     differ before what is still remembered (the digests tell which).
     """
-    a, b = dict(mine), dict(theirs)
+    a, b = ({call.sequence: call.text for call in calls} for calls in (mine, theirs))
     if not a and not b:
         return None
     # Earlier calls are no longer remembered by one side and cannot be compared.

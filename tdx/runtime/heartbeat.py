@@ -14,8 +14,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from tdx import abi
 from tdx.runtime.board import CallBoard, board_bytes
@@ -25,12 +25,20 @@ from tdx.runtime.undo import Undo
 if TYPE_CHECKING:
     from tdx.runtime.host_channel import HostChannel
 
-__all__ = ["ABORT_QUESTION", "HeartbeatPage", "beating", "create_page", "share_page"]
+__all__ = [
+    "ABORT_QUESTION",
+    "PRESENT",
+    "Absence",
+    "HeartbeatPage",
+    "beating",
+    "create_page",
+    "share_page",
+]
 
 # Questions that the ranks of a page can settle: two for each round of recovery, and one more.
 _ROUNDS = abi.MAX_RANKS
 ABORT_QUESTION = 2 * _ROUNDS  # which rank says why the job ends
-_BEATS, _STATE, _STAGE, _DAMAGED, _PROCESS, _FAULT_LENGTH = range(6)
+_BEATS, _STATE, _STAGE, _DAMAGED, _PROCESS, _FAULT_LENGTH, _FAULT_ORIGIN = range(7)
 _SLOT_WORDS = 8  # 64-bit words, a cache line
 _ANSWERS = abi.MAX_RANKS * _SLOT_WORDS
 _FAULTS_AT = (_ANSWERS + ABORT_QUESTION + 1) * 8
@@ -41,6 +49,16 @@ _CLOSED = 1
 _BEAT_S = 0.2  # between two heartbeats of a busy rank
 _LOCK_POLL_S = 1e-3
 _settling = threading.Lock()  # file locks do not exclude threads of one process
+
+
+class Absence(NamedTuple):
+    """Why a rank will not come: as a message goes on, empty if it may; and see tell_fault."""
+
+    why: str
+    origin: tuple[int, str] | None
+
+
+PRESENT = Absence("", None)
 
 
 def create_page(ranks: int) -> int:
@@ -75,7 +93,7 @@ class HeartbeatPage:
             self._map = mmap.mmap(fd, _PAGE_BYTES)
             undo.commit()
         self._words = memoryview(self._map).cast("Q")
-        self.farewell = ""  # why this rank closes, unless all do
+        self.farewell: tuple[int, str] | None = None  # of tell_fault, when this rank closes
         self._lock = threading.RLock()  # against closing under a beating thread
         self._write(_PROCESS, os.getpid())
 
@@ -106,29 +124,43 @@ class HeartbeatPage:
         """The rank gave the world up because of a fault."""
         return bool(self._read(rank, _DAMAGED))
 
-    def tell_fault(self, text: str) -> None:
-        """Say why this rank gives up, as far as there is room; what was said first stays."""
+    def tell_fault(self, origin: int, text: str) -> None:
+        """Say why this rank gives up, as far as there is room; what was said first stays.
+
+        `origin`: the rank that failed first, in its own words; this one, unless it was another.
+        """
         data = text.encode(errors="replace")[:_FAULT_BYTES]
         start = _FAULTS_AT + self._rank * _FAULT_BYTES
         with self._lock:
             if self._words and not self._read(self._rank, _FAULT_LENGTH):
                 self._map[start : start + len(data)] = data
+                self._write(_FAULT_ORIGIN, origin)
                 self._write(_FAULT_LENGTH, len(data))  # last: who sees it sees the rest
 
-    def absence(self, rank: int, stage: int, left: bool = False) -> str:
-        """Why a rank will not come to an operation of `stage` any more; empty: it may.
+    def absence(self, ranks: Sequence[int], stage: int, left: bool = False) -> Absence:
+        """Why one of the ranks will not come to an operation of `stage` any more.
 
-        Of a rank that has closed only if it has `left`: its connection ends at once.
+        Of ranks that have closed only if they have `left`: their connections end at once.
         """
-        if self.stage(rank) > stage:
-            return "gave it up and went on to world.recover(): call it here as well"
-        if self.closed(rank) and not left:
-            return ""
+        for rank in ranks:
+            if self.stage(rank) > stage:
+                why = "gave it up and went on to world.recover(): call it here as well"
+                return Absence(f"; rank {rank} {why}", None)
+            told = None if stage or (self.closed(rank) and not left) else self._told(rank)
+            if told is not None:
+                first = "" if [*ranks] == [told[0]] else "first: "
+                return Absence(f"; {first}rank {told[0]} has given up: {told[1]}", told)
+        return PRESENT
+
+    def _told(self, rank: int) -> tuple[int, str] | None:
+        """What `tell_fault` was given there."""
         start = _FAULTS_AT + rank * _FAULT_BYTES
         with self._lock:
-            length = 0 if stage else self._read(rank, _FAULT_LENGTH)
-            text = self._map[start : start + length] if length else b""
-        return f"has given up: {text.decode(errors='replace')}" if text else ""
+            length = self._read(rank, _FAULT_LENGTH)
+            if not length:
+                return None
+            text = self._map[start : start + length].decode(errors="replace")
+            return self._read(rank, _FAULT_ORIGIN), text
 
     def process(self, rank: int) -> int:
         """Process id of a rank; 0: not known."""
@@ -179,8 +211,8 @@ class HeartbeatPage:
         with self._lock:
             if self._words:
                 self._write(_STATE, _CLOSED)
-                if self.farewell:
-                    self.tell_fault(self.farewell)
+                if self.farewell is not None:
+                    self.tell_fault(*self.farewell)
                 self._words.release()
                 self._words = memoryview(b"")
                 self._map.close()

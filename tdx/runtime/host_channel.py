@@ -20,7 +20,7 @@ from tdx.runtime.board import Entry, explained
 from tdx.runtime.errors import Closed, CollectiveMismatch, PeerLost, PeerTimeout, TdxError
 from tdx.runtime.exchange import Mesh
 from tdx.runtime.frames import Inbox, Link, Message, encode, group_of, members_of, require_uncut
-from tdx.runtime.heartbeat import HeartbeatPage, beating, share_page
+from tdx.runtime.heartbeat import PRESENT, Absence, HeartbeatPage, beating, share_page
 from tdx.runtime.outcomes import describe_ranks, pack_error, raise_for_peers, require_same_calls
 from tdx.runtime.unix_sockets import check_timeout, close_fds
 
@@ -328,32 +328,32 @@ class HostChannel:
                 silent = [peer for peer in waiting if heard[peer] == oldest]
                 why = f": nothing heard of {describe_ranks(silent)} for {limit:g} s (timeout_s). "
                 why += "Look at what these ranks do, or give tdx.init a larger timeout_s"
-                raise self._late(what, waiting, silent[0], why)
+                raise self._late(what, waiting, silent[0], Absence(why, None))
             self._pump(min(left, _TICK_S))
 
     def _refuse_the_vain(self, what: str, group: int, number: int, missing: list[int]) -> None:
         """Raise if one of `missing` will not come, for a reason that it has shown on the page."""
         for peer in missing:
-            if self.page is not None and (why := self.page.absence(peer, self._stage)):
+            absence = self.page.absence([peer], self._stage) if self.page else PRESENT
+            if absence.why:
                 self._pump(0)  # what it said before, or that it has ended
                 if (peer, group, number) not in self._inbox and not self._links[peer].ended:
-                    raise self._late(what, [peer], peer, f", which {why}")
+                    raise self._late(what, [peer], peer, absence)
 
     def _signs(self, peer: int) -> tuple[int, int]:
         beats = self.page.beats(peer) if self.page is not None else 0
         return beats, self._links[peer].received
 
     def _peer_lost(self, what: str, gone: list[int]) -> PeerLost:
-        closed = self._departed.issuperset(gone)
-        how = "closed its world" if closed else self._links[gone[0]].ended
-        if self.page is not None and (why := self.page.absence(gone[0], self._stage, True)):
-            how = f"{how}; rank {gone[0]} {why}"
-        return PeerLost(f"{what}: lost {describe_ranks(gone)} ({how})", gone)
+        how = "closed its world" if self._departed.issuperset(gone) else self._links[gone[0]].ended
+        why, origin = self.page.absence(gone, self._stage, True) if self.page else PRESENT
+        text = f"{what}: lost {describe_ranks(gone)} ({how}{why})"
+        return PeerLost(text, gone, rank=self.rank, origin=origin)
 
-    def _late(self, what: str, missing: list[int], peer: int, why: str) -> TdxError:
+    def _late(self, what: str, missing: list[int], peer: int, absence: Absence) -> TdxError:
         return PeerTimeout(
-            f"rank {self.rank} waited in {what} for {describe_ranks(missing)}{why}",
-            rank=self.rank, peer=peer, operation=what, signal="host channel",
+            f"rank {self.rank} waited in {what} for {describe_ranks(missing)}{absence.why}",
+            rank=self.rank, peer=peer, operation=what, signal="host channel", origin=absence.origin,
         )  # fmt: skip
 
     def _watch(self, peer: int) -> None:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import struct
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from tdx.runtime.checks import as_float, as_int
 from tdx.runtime.closing import close, disown
 from tdx.runtime.comm import Comm, close_comm, open_comm
 from tdx.runtime.config import config
-from tdx.runtime.errors import DriverError, InvalidArgument, TdxError
+from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
 from tdx.runtime.exchange import Mesh
 from tdx.runtime.host_channel import HostChannel
 from tdx.runtime.mpi_end import leave_out_if_damaged
@@ -104,9 +105,17 @@ def _at_exit() -> None:
     else:
         text = f"{world} was left open at exit: close it, or use `with tdx.init() as world:`"
         with contextlib.suppress(TdxError):
-            close(world, meet=False)
+            close(world, meet=False, error=_last_error())
         leave_out_if_damaged()
         warnings.warn(text, ResourceWarning, stacklevel=2)  # last: it may be made an error
+
+
+def _last_error() -> BaseException:
+    """Why the program ends with its world open: the error that ended it, where Python tells."""
+    error = getattr(sys, "last_value", None)
+    if error is None or hasattr(sys, "ps1"):  # at a prompt it ended a command, not the program
+        return Closed("the program ended while its world was open")
+    return error
 
 
 def _after_fork() -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "pack_error",
     "raise_for_peers",
     "require_same_calls",
+    "table_of",
 ]
 
 _ARGUMENT = re.compile(r"(\w+)=(?!\w+\()(\([^()]*\)|\[[^\]]*\]|[^,()]+)")  # also of a Config
@@ -62,17 +63,26 @@ def raise_for_peers(outcomes: Mapping[int, bytes], what: str) -> None:
 
 def require_same_calls(calls: Mapping[int, str]) -> None:
     """Raise CollectiveMismatch unless all texts of `calls` (world rank -> call) are equal."""
-    by_call: dict[str, list[int]] = {}
-    for rank, call in sorted(calls.items()):
-        by_call.setdefault(call, []).append(rank)
+    by_call = _by_call(calls)
     if len(by_call) > 1:
-        table = "; ".join(f"{describe_ranks(ranks)}: {call}" for call, ranks in by_call.items())
         mismatch = CollectiveMismatch(
-            f"ranks made different calls where all must make the same one: {table}"
+            f"ranks made different calls where all must make the same one: {table_of(calls)}"
             f"{_differences(by_call)}",
             dict(sorted(calls.items())),
         )
         raise _known_to_all(mismatch)
+
+
+def table_of(calls: Mapping[int, str]) -> str:
+    """World rank -> call as text: "rank 0: this; ranks 1-3: that"."""
+    return "; ".join(f"{describe_ranks(ranks)}: {call}" for call, ranks in _by_call(calls).items())
+
+
+def _by_call(calls: Mapping[int, str]) -> dict[str, list[int]]:
+    by_call: dict[str, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        by_call.setdefault(call, []).append(rank)
+    return by_call
 
 
 def _differences(by_call: Mapping[str, list[int]]) -> str:

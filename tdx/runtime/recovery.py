@@ -184,5 +184,6 @@ def _gather(channel: HostChannel, attempt: int, candidates: tuple[int, ...]) -> 
             f"rank {channel.rank} came too late to world.recover(): {describe_ranks(members)} went "
             f"on without it, after they had heard nothing of it for {limit:g} s (timeout_s)",
             members,
+            rank=channel.rank,
         )
     return members

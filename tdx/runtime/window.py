@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from tdx import abi
 from tdx.runtime.errors import HeapExhausted
-from tdx.runtime.heap import Heap, HeapFull, format_bytes
+from tdx.runtime.heap import UNKNOWN, Heap, HeapFull, Made, format_bytes
 from tdx.runtime.stream import ANYWHERE, NOWHERE, finished
 from tdx.runtime.undo import Undo
 
@@ -234,27 +234,28 @@ class Region:
         window.heaps.append((start, self.heap, ranks))
         self._last: dict[int, list[int]] = {}  # dropped block -> streams of its last uses
         self.waits_first = False  # for queued work, before it grows
-        self.remedy = "free arrays"
+        self.diverged = False  # from other ranks', and the caller has been told
+        self.remedy, self.larger = "free arrays", ""  # and how to get a larger region
         # what is given up if it cannot grow: plans that one-line functions have made
         self.before_reclaim: Callable[[], object] = lambda: None
 
-    def allocate(self, nbytes: int, label: str) -> int:
+    def allocate(self, nbytes: int, label: str, made: Made = UNKNOWN) -> int:
         """Offset (from the rank's heap start) of a new block; HeapExhausted on every rank."""
-        offset, why = self._place(nbytes), ""
+        offset, why = self._place(nbytes, made), ""
         steps = (self._reclaim_idle, self._grow, self._reclaim_all)
         if self.waits_first:
             steps = (self._reclaim_all, self._grow, self._give_up)
         for make_room in steps:
             if isinstance(offset, HeapFull):
                 why += make_room(offset)
-                offset = self._place(nbytes)
+                offset = self._place(nbytes, made)
         if isinstance(offset, HeapFull):
             raise self._exhausted(offset, label, why)
         return self.start + offset
 
-    def _place(self, nbytes: int) -> int | HeapFull:
+    def _place(self, nbytes: int, made: Made) -> int | HeapFull:
         try:
-            return self.heap.allocate(nbytes)
+            return self.heap.allocate(nbytes, made)
         except HeapFull as full:
             return full
 
@@ -329,11 +330,16 @@ class Region:
 
     def _exhausted(self, full: HeapFull, label: str, why: str) -> HeapExhausted:
         heap = self.heap
+        request = f"{self.name} heap: {format_bytes(full.requested)} requested for {label}"
+        if full.requested > heap.limit - self.window.driver.gap:
+            return HeapExhausted(
+                f"{request}, but it grows up to {format_bytes(heap.limit)} at most, so that to "
+                f"free what it holds is of no use; use smaller arrays{self.larger}"
+            )
         return HeapExhausted(
-            f"{self.name} heap: {format_bytes(full.requested)} requested for {label}, "
-            f"{format_bytes(full.free)} free of {format_bytes(heap.capacity)}, the largest free "
-            f"run {format_bytes(full.largest_free)}, and it grows up to "
-            f"{format_bytes(heap.limit)} at most{why}; {self.remedy}"
+            f"{request}, {format_bytes(full.free)} free of {format_bytes(heap.capacity)}, "
+            f"the largest free run {format_bytes(full.largest_free)}, and it grows up to "
+            f"{format_bytes(heap.limit)} at most{why}; {self.remedy}{self.larger}"
         )
 
 

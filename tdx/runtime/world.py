@@ -13,8 +13,9 @@ import numpy as np
 
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.agreement import agree
-from tdx.runtime.array import Array, check_shape
-from tdx.runtime.block import Block, Exports, LocalBlock, SymmetricBlock
+from tdx.runtime.allocation import allocate_symmetric, allocate_user
+from tdx.runtime.array import Array
+from tdx.runtime.block import Block, Exports, LocalBlock
 from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
@@ -23,6 +24,7 @@ from tdx.runtime.group import Group, Outsider, Team, agree_on_team, make_handle
 from tdx.runtime.mpi_access import mpi_access
 from tdx.runtime.recovery import recover
 from tdx.runtime.registration import Registry
+from tdx.runtime.shapes import check_shape
 from tdx.runtime.signals import Channel, Site, Sites, Usage, agreed_channel
 from tdx.runtime.stream import InFlight, Stream, Streams, stream_handle
 from tdx.runtime.undo import Undo
@@ -110,7 +112,7 @@ class World(Group):
         first = min(_FIRST_USER_BYTES, limit)
         self.user_region = Region(self.window, "user", start, first, limit, self.ranks)
         if heap_bytes:
-            self.user_region.remedy += ", or pass a larger heap_bytes= to tdx.init"
+            self.user_region.larger = ", or pass a larger heap_bytes= to tdx.init"
         self.registry = Registry(self)
         undo.add(self.registry.close)
         self.stream = self.new_stream()
@@ -134,22 +136,22 @@ class World(Group):
             True: at the same heap offset on every rank; every rank makes the same calls in the
             same order. False: local device memory.
         name : str, optional
-            For messages.
+            For messages. Of a symmetric array the same on every rank.
 
-        Raises HeapExhausted (on every rank), InvalidArgument, DtypeError, Closed.
+        Raises HeapExhausted (on every rank), InvalidArgument, DtypeError, Closed. Whether ranks
+        allocate symmetric arrays alike is compared when a plan, a channel or a team is made, in
+        `barrier` and `close`, and with `tdx.config.debug` at once: CollectiveMismatch.
         """
         self.check()
         kind = dtypes.resolve(dtype)
         extents = check_shape(shape)
         if not symmetric:
-            return self.local(extents, kind, name or "array")
-        nbytes = math.prod(extents) * kind.itemsize
-        label = name or f"array{self._allocations + 1}"
-        site = Site("kernel", label, itemsize=max(4, kind.itemsize))
-        block = self._symmetric(self.user_region, nbytes, label, site)
+            array = self.local(extents, kind, name or "array")
+            array._block.named = bool(name)
+            return array
+        array = allocate_user(self, extents, kind, name, self._allocations + 1)
         self._allocations += 1  # a refused one does not count: ranks number arrays alike
-        strides = dlpack.row_major(extents, kind.itemsize)
-        return Array(self, block, block.address, extents, strides, kind)
+        return array
 
     def local(self, shape: tuple[int, ...], dtype: np.dtype, name: str) -> Array:
         """`empty` in local memory, of a shape and dtype that have been checked."""
@@ -187,11 +189,8 @@ class World(Group):
         self, group: Group, shape: tuple[int, ...], dtype: np.dtype, site: Site
     ) -> Array:
         """A zeroed array, symmetric in the group, outside the user's heap."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        label = f"{site.operation} {site.signal}"
-        block = self._symmetric(self.runtime_regions.of(group), nbytes, label, site)
-        strides = dlpack.row_major(shape, dtype.itemsize)
-        array = Array(self, block, block.address, shape, strides, dtype)
+        region, label = self.runtime_regions.of(group), f"{site.operation} {site.signal}"
+        array = allocate_symmetric(self, region, shape, dtype, label, site)
         self.copies.fill_zero(array)
         return array
 
@@ -200,11 +199,6 @@ class World(Group):
         number = self._plans_made[group.index] = self._plans_made.get(group.index, 0) + 1
         page = self.channels.page
         return Usage(page.board if page else None, 1 << 63 | group.index << 32 | number, call)
-
-    def _symmetric(self, region: Region, nbytes: int, label: str, site: Site) -> SymmetricBlock:
-        block = SymmetricBlock(self.driver, self.exports, region, nbytes, label)
-        self.note_site(block, block.offset, site)
-        return block
 
     def note_site(self, block: Block, offset: int, site: Site) -> None:
         """Let messages name the signals of a block, at `offset` of the heap, by `site`."""
@@ -375,6 +369,9 @@ class World(Group):
         Arrays, plans, streams and graphs of the world cannot be used afterwards. Memory that a
         consumer of an export still holds stays mapped until it is dropped, and ResourceWarning
         says so. Repeated calls do nothing.
+
+        Raises a fault or CollectiveMismatch that no call has raised yet (also for ranks that have
+        not allocated alike), PeerTimeout, PeerLost. The world is closed all the same.
         """
         close(self, meet=True)
 

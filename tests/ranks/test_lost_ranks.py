@@ -226,6 +226,34 @@ world.close()
     machine.assert_clean()
 
 
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ('raise KeyError("of one rank")', "KeyError: 'of one rank'"),
+        ("sys.exit(0)", "the program ended while its world was open"),
+    ],
+)
+def test_the_end_of_a_program_with_an_open_world(script, machine, ending, said):
+    """The others are told what ended it, as where it left a `with` block."""
+    from tdx.tools.launcher import find_launcher
+
+    path = script(f"""
+if rank == 1:
+    {ending}
+try:
+    world.barrier()
+except tdx.errors.PeerLost as lost:
+    print(lost)
+""")
+    command = [*find_launcher().command(2, keep_going=True), *_SHIELD, sys.executable, path]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=machine.environment
+    )
+    assert f"lost rank 1 (closed its world; rank 1 has given up: {said})" in done.stdout, (
+        done.stderr
+    )
+
+
 @pytest.mark.parametrize("launcher", ["tdx run", "shielded", "bare"])
 def test_abort_names_the_lost_rank_once(script, machine, launcher):
     from tdx.tools.launcher import find_launcher

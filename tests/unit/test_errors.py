@@ -43,7 +43,10 @@ def test_attributes():
     timeout = errors.PeerTimeout("text", rank=1, peer=2, signal="s", expected=3, seen=-1)
     assert (timeout.rank, timeout.peer, timeout.signal) == (1, 2, "s")
     assert (timeout.expected, timeout.seen, timeout.call_number) == (3, -1, 0)
-    assert errors.PeerLost("text", [3, 4]).ranks == (3, 4)
+    lost = errors.PeerLost("text", [4, 3], rank=1)
+    assert (lost.ranks, lost.rank, lost.peer, lost.origin) == ((4, 3), 1, 3, None)
+    assert (errors.PeerLost("text").rank, errors.PeerLost("text").peer) == (-1, -1)
+    assert errors.PeerTimeout("text", origin=(2, "why")).origin == (2, "why")
     assert errors.CollectiveMismatch("text", {0: "a"}).calls == {0: "a"}
 
 

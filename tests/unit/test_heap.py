@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tdx.runtime.errors import Closed, InvalidArgument
-from tdx.runtime.heap import Call, Heap, HeapFull, first_difference, format_bytes
+from tdx.runtime.heap import Call, Heap, HeapFull, Made, first_difference, format_bytes
 
 
 def check_layout(heap):
@@ -228,6 +228,18 @@ def test_digest_sees_order_but_no_drops():
     a.drop(0)
     a.dropped()
     assert a.digest == before
+
+
+def test_what_is_allocated_is_part_of_the_call_and_the_place_is_not():
+    a, b, c = (Heap(1024, 1024) for _ in range(3))
+    a.allocate(8, Made("array 'x' (2,) int32", "here:1"))
+    b.allocate(8, Made("array 'x' (2,) int32", "there:2"))
+    c.allocate(8, Made("array 'y' (2,) int32", "here:1"))
+    assert a.digest == b.digest != c.digest
+    assert first_difference(a.recent, b.recent) is None
+    assert first_difference(a.recent, c.recent) == (1, *(f"array '{n}' (2,) int32" for n in "xy"))
+    a.free(0, "here:3")
+    assert a.recent[-1] == (2, "free of array 'x' (2,) int32", "here:3")
 
 
 def test_first_difference_names_the_call():

@@ -96,11 +96,13 @@ def test_a_peer_that_gave_up_is_not_waited_for():
     def body(channel):
         channel.barrier()
         if channel.rank == 1:
-            channel.page.tell_fault("rank 1 waited 1 s for rank 0: signal arrivals[3]")
+            channel.page.tell_fault(1, "rank 1 waited 1 s for rank 0: signal arrivals[3]")
             time.sleep(2)
             return None
         start = time.monotonic()
-        with pytest.raises(PeerTimeout, match=r"rank 1, which has given up: .* arrivals\[3\]") as e:
+        with pytest.raises(
+            PeerTimeout, match=r"rank 1; rank 1 has given up: .* arrivals\[3\]"
+        ) as e:
             channel.barrier("after")
         assert time.monotonic() - start < 1.5  # of 30
         assert (e.value.peer, e.value.operation) == (1, "after")
@@ -109,6 +111,22 @@ def test_a_peer_that_gave_up_is_not_waited_for():
             channel.barrier("later")
 
     results_of(threads(3, body, timeout_s=30))
+
+
+def test_a_peer_that_gave_up_because_of_another():
+    def body(channel):
+        channel.barrier()
+        if channel.rank == 1:
+            channel.page.tell_fault(2, "what rank 2 said")
+            time.sleep(1)
+            return None
+        time.sleep(0.3)
+        text = "rank 1; first: rank 2 has given up: what rank 2 said"
+        with pytest.raises(PeerTimeout, match=text) as caught:
+            channel.barrier("after", [0, 1, 2])
+        return caught.value.origin
+
+    assert results_of(threads(3, body, timeout_s=30))[0] == (2, "what rank 2 said")
 
 
 def test_no_deadline():

@@ -12,6 +12,7 @@ import triton.language as tl
 
 import tdx
 from tdx.interop import numpy_arrays
+from tdx.runtime.errors import Closed, DtypeError, InvalidArgument
 from tests.helpers.cases import host_only, worlds
 
 DTYPES = (
@@ -83,6 +84,61 @@ def case_indexing_is_numpys(world):
     assert (x.T.numpy() == data.T).all()
     assert (x.T[1:].numpy() == data.T[1:]).all()
     assert [int(row.numpy()) for row in world.array(np.arange(3))] == [0, 1, 2]
+
+
+@worlds(1, 2)
+def case_numbers_fill_a_view(world):
+    for name in (*DTYPES, "complex64", "complex128"):
+        x = world.zeros((3, 4), name)
+        number = name == "bool" or 3
+        x[:] = number
+        assert (x.numpy() == np.full((3, 4), number).astype(x.dtype)).all()
+        x[1, ::2] = x.dtype.type(2)
+        x[2, 3] = 0
+        wanted = np.full((3, 4), number).astype(x.dtype)
+        wanted[1, ::2], wanted[2, 3] = 2, 0
+        assert x.numpy().tobytes() == wanted.tobytes()
+    x = world.zeros(4, "float32", symmetric=False)
+    x[1:] = 0.5
+    x[2:2] = 7
+    assert x.numpy().tolist() == [0, 0.5, 0.5, 0.5]
+    for wrong, error in ((np.float64(1), DtypeError), (1j, InvalidArgument)):
+        with pytest.raises(error, match=r"convert it first|cannot be made"):
+            x[:] = wrong
+    with pytest.raises(InvalidArgument, match="300 cannot be made an array"):
+        world.zeros(4, "uint8")[:] = 300
+    world.barrier()
+    y = world.zeros(4, "int64")
+    world.barrier()
+    y.peer((world.rank + 1) % world.size)[:2] = 9
+    world.barrier()
+    assert y.numpy().tolist() == [9, 9, 0, 0]
+
+
+@worlds(1)
+def case_what_messages_call_an_array(world):
+    x = world.zeros((2, 3), "float32", name="grid")
+    text = (
+        r"array grid has shape \(2, 3\), the source \(3,\): shapes must be equal, there is no "
+        r"broadcasting; pass np\.broadcast_to\(source, \(2, 3\)\)$"
+    )
+    row = np.arange(3, dtype=np.float32)
+    with pytest.raises(InvalidArgument, match=text):
+        x[:] = row
+    x[:] = np.broadcast_to(row, (2, 3))
+    assert (x.numpy() == row).all()
+    with pytest.raises(InvalidArgument, match=r"the source \(2,\): .* no broadcasting$"):
+        x[:] = row[:2]
+    for symmetric in (True, False):
+        unnamed = world.zeros(4, "int32", symmetric)
+        with pytest.raises(InvalidArgument, match=r"^the array has shape \(4,\)"):
+            unnamed[:] = np.zeros(3, np.int32)
+        unnamed.free()
+        with pytest.raises(Closed, match=r"^the array was freed"):
+            unnamed.numpy()
+    x.free()
+    with pytest.raises(Closed, match=r"^array grid was freed"):
+        x.numpy()
 
 
 @worlds(1)

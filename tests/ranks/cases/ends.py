@@ -222,10 +222,47 @@ def case_a_peer_that_left_by_an_error(comm, backend, way):
                 result.numpy()
 
     began, left = time.monotonic(), comm.Get_rank() == 1
-    text = "left by" if left else "closed there.*; rank 1 .* KeyError: 'left by an error'"
+    text = (
+        "left by" if left else "closed there.*; .*rank 1 has given up: KeyError: 'left by an error'"
+    )
     with pytest.raises(KeyError if left else PeerLost, match=text):
         use()
     assert time.monotonic() - began < 10
+
+
+@isolated
+@worlds(3)
+@limit(30)
+@pytest.mark.parametrize("way", ["kernel", "host"])
+def case_the_first_of_several_errors(comm, backend, way):
+    """Who was lost by an error that another rank's error led to is not told of as the cause."""
+    cause = "KeyError: 'the first'"
+
+    def use(world):
+        plan = tdx.AllReduce(world, 100, "float32")
+        x = world.array(np.ones(100, np.float32))
+        world.barrier()
+        if world.rank == 1:
+            raise KeyError("the first")
+        if world.rank == 2:  # until rank 0 has left because of it
+            while 0 not in world.channels.departed():
+                time.sleep(0.01)
+        if way == "host":
+            world.channels.barrier("work", [0, 2] if world.rank else None)
+        plan(x).numpy()
+
+    world = tdx.init(comm, backend=backend, timeout_s=20)
+    with pytest.raises(KeyError if world.rank == 1 else PeerLost) as caught, world:
+        use(world)
+    if world.rank != 1:
+        text, first = str(caught.value), "first: " if world.rank else ""
+        assert text.count("has given up") == 1
+        assert f"; {first}rank 1 has given up: {cause}" in text
+        assert caught.value.origin == (1, cause)
+        gone = (0, 1) if way == "kernel" else (0,)
+        assert caught.value.ranks == (gone if world.rank else (1,))
+        assert (caught.value.rank, caught.value.peer) == (world.rank, 0 if world.rank else 1)
+    comm.barrier()
 
 
 @isolated

@@ -138,6 +138,7 @@ def case_a_lost_peer_is_told_from_a_slow_one(comm, backend):
     with pytest.raises(PeerLost, match="rank 1") as caught:
         world.synchronize()
     assert caught.value.ranks == (1,)
+    assert (caught.value.rank, caught.value.peer) == (world.rank, 1)
     assert time.monotonic() - start < 3
     with pytest.raises(PeerLost):
         world.barrier()
