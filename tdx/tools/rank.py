@@ -129,6 +129,7 @@ def _execute(flag: str, target: str, report: int) -> int:
             raise
         _flush()
         _report(report, code=1, error=type(error).__name__, traceback=_format(error))
+        sys.last_value = error  # as where Python shows it itself, for what is closed at exit
         return 1
     return 0
 
