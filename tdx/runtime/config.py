@@ -27,7 +27,11 @@ _SETTINGS: dict[str, _Setting] = {
         str, "", "what `tdx.init()` uses when no `backend=` is given; empty: what is there",
         "cuda, hip or host",
     ),
-    "debug": _Setting(bool, False, "check collective calls and symmetric arrays on all ranks at once", _BOOL),
+    "debug": _Setting(
+        bool, False,
+        "check collective calls and symmetric arrays on all ranks at once; show whole errors of "
+        "kernels", _BOOL,
+    ),
     "host_multiprocessors": _Setting(
         int, 8, "programs of one kernel that are resident at once, host tier",
         f"an integer from 1 to {_MOST_MULTIPROCESSORS}",
