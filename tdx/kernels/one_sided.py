@@ -142,7 +142,7 @@ def _address(x: Array, peer: int) -> int:
 
 
 def _check_apart(call: Call, peer: int, to: Operand, source: Operand) -> None:
-    if peer == call.world.rank and overlap(to, source):
+    if peer == call.world.rank and to.address != source.address and overlap(to, source):
         raise InvalidArgument(
             f"{call.operation}: dst and src of the own rank overlap; pass a copy of src"
         )
@@ -171,5 +171,5 @@ def _begin(call: Call, *ops: Operand) -> int:
 def _copy(call: Call, to: int, source: int, nbytes: int, *ops: Operand) -> None:
     """Queue the copy; `ops` are the operands it touches, of which the first may be foreign."""
     handle = _begin(call, *ops)
-    if nbytes:
+    if nbytes and to != source:
         call.world.driver.copy(to, source, nbytes, handle, ops[0].owner)

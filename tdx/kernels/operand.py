@@ -16,7 +16,7 @@ from tdx.runtime.array import Array
 from tdx.runtime.block import Block
 from tdx.runtime.copies import span
 from tdx.runtime.dlpack import Imported, row_major
-from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
+from tdx.runtime.errors import Closed, DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
 from tdx.runtime.stream import NOWHERE, before_which, follow_recorded
 from tdx.runtime.world import World
@@ -140,8 +140,12 @@ def operand(world: World, x: Any, what: str) -> Operand:
         if known is not None and x.world is world and not known.block.freed:
             return known
         if x.world is not world:
-            which = "a world that was closed" if x.world.closed else "another world"
-            raise InvalidArgument(f"{what} belongs to {which}; pass an array of {world!r}")
+            if x.world.closed:
+                raise Closed(
+                    f"{what} belongs to a world that was closed, or given up by recover(); make an "
+                    f"array of {world!r}"
+                )
+            raise InvalidArgument(f"{what} belongs to another world; pass an array of {world!r}")
         if x.owner_rank != world.rank:
             raise InvalidArgument(f"{what} is a peer's array; pass the own one")
         block, dtype = x._block, x.dtype
