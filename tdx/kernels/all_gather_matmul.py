@@ -30,17 +30,17 @@ from typing import Any
 import numpy as np
 
 import tdx.language as tdl
-from tdx.kernels.call import Call
 from tdx.kernels.chunk_product import bind_chunks, early_tiles
+from tdx.kernels.gathered_product import gathered_product
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
 from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_of
-from tdx.kernels.operand import Operand, elements, for_each, operand, overlap
+from tdx.kernels.library_chunks import bind_library_chunks
+from tdx.kernels.library_product import check_library, library_product
+from tdx.kernels.operand import Operand, begin_aligned, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
-from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.product import Config, Product, check_loading, usual_output
 from tdx.kernels.product_options import (
     ProductOptions,
-    given_operand,
     options_of,
     product_of,
     shapes_of,
@@ -59,6 +59,7 @@ from tdx.runtime.world import World
 __all__ = ["ALGORITHMS", "AllGatherMatmul", "all_gather_matmul"]
 
 ALGORITHMS = ("fused", "one_kernel", "unfused")
+_FEWEST = 128  # rows of a rank up to which float8 is gathered first; measured on two H100s
 
 
 class AllGatherMatmul(Plan):
@@ -90,6 +91,10 @@ class AllGatherMatmul(Plan):
     allow_tf32, fast_accum : bool
         Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
         tdx.matmul.
+    library : bool, optional
+        Whether cuBLAS multiplies, beside "fused" or behind "unfused"; see tdx.matmul.
+    row_scales : bool
+        Of float8: whether calls pass a scale for each row of a, or one. Default: False.
     config : tdx.kernels.matmul.Config, optional
         Pins the tile, and with it the bits of the products.
     team : Team, optional
@@ -114,6 +119,7 @@ class AllGatherMatmul(Plan):
         chunks_per_rank: int | None = None,
         trace: bool = False,
         algorithm: str | None = None,
+        row_scales: bool = False,
         config: Config | None = None,
         team: Group | None = None,
         buffer: bool = True,
@@ -124,7 +130,9 @@ class AllGatherMatmul(Plan):
             self._single, self.shapes_b = shapes_of(self.shape_a, shape_b)
             self.product = product_of(self, dtype, product)
             self.dtype = self.product.dtype
+            self._row_scales, self._pinned = self.product.check_row_scales(row_scales), config
             check_algorithm(self.operation, algorithm, ALGORITHMS)
+            check_library(world, self.product, config, algorithm, ("fused", "unfused"))
             following = chunks_per_rank is not None or trace
             if algorithm not in (None, "fused") and following:
                 raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
@@ -150,6 +158,7 @@ class AllGatherMatmul(Plan):
             self._traced = trace
             shared.update(a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype)
             shared.update(given_algorithm=algorithm, algorithm=self.algorithm)
+            shared.update(row_scales=self._row_scales)
             if self.algorithm == "fused":  # what the rows of a chunk follow from
                 usual = power_of_two(min(rows, constants(world.backend).tile[0]))
                 self._multiple = config.block_m if config else usual
@@ -164,8 +173,11 @@ class AllGatherMatmul(Plan):
         if splits(config):
             return "unfused"
         # scales of rows need another kernel first; not measured
-        if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
+        alone = self.product.scaled or self.product.library
+        if one_kernel(backend, rows, nbytes, size) and not alone:
             return "one_kernel"
+        if self.product.scaled and rows > _FEWEST and nbytes >= constants(backend).engine_bytes:
+            return "fused"
         return "unfused" if follows(backend, rows, nbytes, size) else "fused"
 
     def _build(self, chunks: int, buffer: bool) -> None:
@@ -245,13 +257,18 @@ class AllGatherMatmul(Plan):
                 for value, what in ((b, "b"), (out, "out"), (bias, "bias"), (scale_b, "scale_b"))
             )
             left, step = product.check_scale(world, scale_a, self.shape_a[:-1], "scale_a", x)
+            if product.scaled and self._row_scales != step:
+                raise InvalidArgument(
+                    f"the plan was made with row_scales={self._row_scales}; pass just that"
+                )
             products: list[Any] = []
             for i, (k, n) in enumerate(self.shapes_b):
                 product.check(x, y := operand(world, bs[i], "b"), k, n)
                 to = self.output(outs[i], self._outs[i], self.out_shapes[i], product.out_dtype)
                 vector = product.check_bias(world, biases[i], n, x)
                 right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
-                key = (i, y.strides, step_b, vector.dtype, not y.address % 16)
+                aligned = begin_aligned(y, to, vector, *([right] if step_b else ()))
+                key = (i, y.strides, step_b, vector.dtype, aligned)
                 products.append((key, y, to, vector, right))
             check_products_apart(self.operation, self._shown[0], x, left, products)
             ops = (x, left, *(op for p in products for op in p[1:]))
@@ -289,11 +306,27 @@ class AllGatherMatmul(Plan):
                 run = gathering.bind(self, product, config, i, *layout)
             elif isinstance(gathering, Gathering):
                 trace = (self._traces[i], self._traced)
-                run = bind_chunks(self, gathering, product, config, *trace, *layout)
+                run = self._library(sizes, step, bias, aligned) or bind_chunks(
+                    self, gathering, product, config, *trace, *layout
+                )
             else:
-                run = gathering.bind(self, product, config, self._split, *layout)
+                library = library_product(
+                    self.world, product, self._pinned, sizes, (1, step), bias, aligned
+                )
+                run = gathering.bind(self, product, config, self._split, *layout, library)
             self._kernels[key] = run
         return self._kernels.get(key)
+
+    def _library(
+        self, sizes: Sequence[int], step: int, bias: np.dtype, aligned: bool
+    ) -> Callable[..., None] | None:
+        """The products of a Gathering's rows by cuBLAS, if it is to make them."""
+        if self._traced or not isinstance(self._gathering, Gathering):
+            return None
+        steps = (int(self._row_scales), step)
+        return bind_library_chunks(
+            self, self._gathering, self.product, self._pinned, sizes, steps, bias, aligned
+        )
 
     def gathered(self, stream: Any = None) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault.
@@ -349,8 +382,8 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
     bias, scale_b, out : optional
         As matmul has them; with several b sequences, one for each.
     scale_a : optional
-        As matmul has it, of this rank's a.
-    activation, out_dtype, allow_tf32, fast_accum, config, team, stream
+        As matmul has it, of this rank's a: one for each row on every rank, or on none.
+    activation, out_dtype, allow_tf32, fast_accum, library, config, team, stream
         See matmul.
 
     Returns (size * m, ..., N), or a tuple for several b, in the framework of `a`; with
@@ -360,38 +393,4 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
     pending fault.
     """
     given = options_of(all_gather_matmul, options)
-    single = not isinstance(b, (list, tuple))
-    many = [b] if single else list(b)
-    alone = len(many) == 1  # then there is one plan for it, and for a sequence of it
-    if type(a) is Array and type(b) is Array and not return_gathered:
-        layout, extras = (a.shape, b.shape, a.dtype), (given.bias, given.scale_a, given.scale_b)
-        known = known_plan(
-            AllGatherMatmul, given.team, layout, given.of_plan, a, b, given.out, *extras
-        )
-        if known is not None:
-            out = known.fresh_result() if given.out is None else given.out
-            named = dict(zip(("bias", "scale_a", "scale_b"), extras, strict=True))
-            return known(a, b, out, given.stream, **named)
-    call = Call("all_gather_matmul", a, *many, team=given.team, stream=given.stream)
-    with call:
-        x = call.operand(a, "a")
-        ys = [call.operand(y, "b", strided=True) for y in many]
-        outs, biases, scales = (
-            for_each(getattr(given, what), len(many), single, what)
-            for what in ("out", "bias", "scale_b")
-        )
-        left = given_operand(call, given.scale_a, "scale_a")
-        vectors = [given_operand(call, each, "bias") for each in biases]
-        rights = [given_operand(call, each, "scale_b") for each in scales]
-        shapes = ys[0].shape if alone else tuple(y.shape for y in ys)
-        plan = call.plan(AllGatherMatmul, x.shape, shapes, x.dtype, **given.of_plan)
-        dtype = plan.product.out_dtype
-        targets = [call.target(o, s, dtype) for o, s in zip(outs, plan.out_shapes, strict=True)]
-        y, to, vector, right = ((v[0] if alone else v) for v in (ys, targets, vectors, rights))
-        plan(x, y, to, call.stream, bias=vector, scale_a=left, scale_b=right)
-        if return_gathered:
-            whole = plan.gathered(call.handle())
-            targets = [*targets, call.target(None, whole.shape, plan.dtype)]
-            call.copy(whole, targets[-1])
-            plan._gathering.confirm(call.handle())
-    return call.finish(targets[0] if len(targets) == 1 and single else tuple(targets))
+    return gathered_product(AllGatherMatmul, a, b, return_gathered, given)

@@ -24,6 +24,7 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.copy_push import Beside, CopyPush, confirm_kernel, enter_kernel
 from tdx.kernels.copying import copy_share
+from tdx.kernels.library_product import LibraryProduct
 from tdx.kernels.low_latency import LowLatency
 from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import Operand, byte_units, check_apart, elements, operand, overlap
@@ -32,6 +33,7 @@ from tdx.kernels.product import Config, Product
 from tdx.kernels.pushing import Push
 from tdx.kernels.select import block_bytes, block_elements, constants, gather_algorithm
 from tdx.runtime.array import Array
+from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["GatherFirst", "Gathering", "check_products_apart", "spread_kernels"]
@@ -288,16 +290,23 @@ class GatherFirst:
     def bind(
         self, plan: Plan, product: Product, config: Config, memory: Sequence[Array],
         sizes: Sequence[int], steps: tuple[int, int], described: bool, bias: np.dtype,
+        library: LibraryProduct | None = None,
     ) -> Callable[..., None]:  # fmt: skip
         """The product of the gathered rows: of what start returned, b, c, bias and scales of b.
 
-        `memory`: what split_memory gave; `sizes`, `steps`: see Product, with the rows of all ranks.
+        `memory`: what split_memory gave; `sizes`, `steps`: see Product, with the rows of all ranks;
+        `library`: what runs instead.
         """
-        others = (product.out_dtype, bias, product.scale_dtype, product.scale_dtype)
-        run = bind_matmul(
-            plan.world, product, config, sizes, steps, described, others, memory,
-            plan.group.handle,
-        )  # fmt: skip
+        run: Bound
+        if library is not None:
+            plan.use(library.memory)
+            run = library
+        else:
+            others = (product.out_dtype, bias, product.scale_dtype, product.scale_dtype)
+            run = bind_matmul(
+                plan.world, product, config, sizes, steps, described, others, memory,
+                plan.group.handle,
+            )  # fmt: skip
         gathered = operand(plan.world, self.buffer, "gathered")
         scales = operand(plan.world, self.scales, "scales")
         return lambda stream, _, *ops: run(stream, gathered, *ops[:3], scales, ops[3])

@@ -23,7 +23,16 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.call import Call
-from tdx.kernels.operand import Operand, check_apart, check_output, enter, flattened, operand
+from tdx.kernels.library_product import LibraryProduct, check_library, library_product
+from tdx.kernels.operand import (
+    Operand,
+    begin_aligned,
+    check_apart,
+    check_output,
+    enter,
+    flattened,
+    operand,
+)
 from tdx.kernels.plan_cache import check_key, check_recording, remembered
 from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for
 from tdx.kernels.product_options import given_operand
@@ -113,6 +122,7 @@ def matmul(
     out: Any = None,
     allow_tf32: bool = False,
     fast_accum: bool = False,
+    library: bool | None = None,
     config: Config | None = None,
     algorithm: str | None = None,
     team: Group | None = None,
@@ -138,8 +148,11 @@ def matmul(
         Round float32 inputs to tf32.
     fast_accum : bool
         Sum float8 products as precisely as tensor cores do, see below.
+    library : bool, optional
+        Whether cuBLAS multiplies. None: where it is installed, is faster, and takes what it is
+        given; True: Unsupported says why it does not; False: never. Bits differ.
     config : Config, optional
-        Pins the tile, and with it the bits of the result.
+        Pins the tile of a kernel of tdx, and with it the bits of the result.
     algorithm, team : None
         As the overlapped products have them: there is one algorithm, and no rank but this one.
     stream : optional
@@ -163,7 +176,7 @@ def matmul(
         raise InvalidArgument(f"b must have 2 axes (K, N), got shape {y.shape}")
     options = {
         "bias": bias is not None, "activation": activation, "out_dtype": out_dtype,
-        "allow_tf32": allow_tf32, "fast_accum": fast_accum, "config": config,
+        "allow_tf32": allow_tf32, "fast_accum": fast_accum, "library": library, "config": config,
     }  # fmt: skip
     aligned = not (x.address | y.address) % 16
     layout = (x.dtype, x.shape, x.strides, y.dtype, y.shape, y.strides, aligned)
@@ -185,9 +198,9 @@ def matmul(
     if 0 not in to.shape:
         ops = (x, y, to, vector, left, right)
         check_apart("matmul", to, x, y, vector, left, right)
-        run = ready.kernel(ops, (step_a, step_b), call.stream)
+        run, memory = ready.kernel(ops, (step_a, step_b), call.stream)
         handle = call.handle()
-        enter(world, handle, *ops, *ready.memory)
+        enter(world, handle, *ops, *memory)
         run(handle, *ops)
     return call.finish(target)
 
@@ -197,38 +210,55 @@ class _Prepared:
 
     def __init__(
         self, world: World, x: Operand, y: Operand, bias: bool, activation: str | None,
-        out_dtype: Any, allow_tf32: bool, fast_accum: bool, config: Config | None, aligned: bool,
+        out_dtype: Any, allow_tf32: bool, fast_accum: bool, library: bool | None,
+        config: Config | None, aligned: bool,
     ):  # fmt: skip
         check_config(config)
         k, n = y.shape
         self.product = Product.make(
             world, x.dtype, bias=bias, activation=activation, out_dtype=out_dtype,
-            allow_tf32=allow_tf32, fast_accum=fast_accum,
+            allow_tf32=allow_tf32, fast_accum=fast_accum, library=library,
         )  # fmt: skip
         self.product.check(x, y, k, n)
+        check_library(world, self.product, config)
         self.shape = (*x.shape[:-1], n)
         rows, *strides = flattened(x)
-        self._world = world
+        self._world, self._aligned, self._pinned = world, aligned, config
         self._sizes = (rows, n, k, *strides, *y.strides)
         usual = Config(16, 16, 16)
         fits = config is not None or self.product.described(world, usual, self._sizes, aligned)
         self._config = self.product.tile(config, world, rows, n, k, described=fits)
         self._described = self.product.described(world, self._config, self._sizes, aligned)
-        self._memory = split_memory(world, self._config, rows, n)
-        self.memory = [operand(world, array, "memory") for array in self._memory]
-        self._kernels: dict[Any, Bound] = {}
+        self._kernels: dict[Any, tuple[Bound, list[Operand]]] = {}
 
-    def kernel(self, ops: Sequence[Operand], steps: tuple[int, int], stream: Any) -> Bound:
-        """For operands a, b, c, bias and scales, which lie so many elements apart."""
-        key = (ops[3].dtype, steps)
-        run = self._kernels.get(key)
-        if run is None:
+    def kernel(
+        self, ops: Sequence[Operand], steps: tuple[int, int], stream: Any
+    ) -> tuple[Bound, list[Operand]]:
+        """For operands a, b, c, bias and scales, which lie so many elements apart; its memory."""
+        aligned = self._aligned and begin_aligned(*ops[2:4], *(ops[4:] if any(steps) else ()))
+        key = (ops[3].dtype, steps, aligned)
+        known = self._kernels.get(key)
+        if known is None:
             check_recording(self._world, "matmul", stream)
-            run = self._kernels[key] = bind_matmul(
-                self._world, self.product, self._config, self._sizes, steps, self._described,
-                tuple(op.dtype for op in ops[2:]), self._memory,
+            known = self._kernels[key] = self._bind(ops, steps, aligned)
+        return known
+
+    def _bind(
+        self, ops: Sequence[Operand], steps: tuple[int, int], aligned: bool
+    ) -> tuple[Bound, list[Operand]]:
+        world, product = self._world, self.product
+        run: Bound | None = library_product(
+            world, product, self._pinned, self._sizes, steps, ops[3].dtype, aligned
+        )
+        if isinstance(run, LibraryProduct):
+            memory = run.memory
+        else:
+            memory = split_memory(world, self._config, *self._sizes[:2])
+            run = bind_matmul(
+                world, product, self._config, self._sizes, steps, self._described,
+                tuple(op.dtype for op in ops[2:]), memory,
             )  # fmt: skip
-        return run
+        return run, [operand(world, array, "memory") for array in memory]
 
 
 def bind_matmul(

@@ -53,6 +53,7 @@ from tdx.runtime.driver.base import Bound
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
 ALGORITHMS = ("one_shot", "two_shot", "copy_engine", "unfused")
+_FIRST = ((16, 4096), 512)  # up to so many rows, of so many columns; float8: from so many on
 
 
 @triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
@@ -117,6 +118,8 @@ class MatmulAllReduce(ReducedProduct):
     allow_tf32, fast_accum : bool
         Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
         tdx.matmul.
+    library : bool, optional
+        Whether cuBLAS multiplies, beside "copy_engine", or before "unfused"; see tdx.matmul.
 
     `out` of a call must not overlap a or b.
 
@@ -125,6 +128,7 @@ class MatmulAllReduce(ReducedProduct):
 
     operation = "matmul_all_reduce"
     algorithms = ALGORITHMS
+    with_library = ("copy_engine", "unfused")
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         self._rows = elements(self.shape_a[:-1])
@@ -145,6 +149,8 @@ class MatmulAllReduce(ReducedProduct):
             few = follows(backend, -(-self._rows // size), owned, size)
             if size > 1 and fits and not few and owned >= limits.summed_bytes:
                 algorithm = "copy_engine"
+            elif self.product.library or (self._is_first() and self.has_library()):
+                algorithm = "unfused"
             else:
                 algorithm = "one_shot" if size == 1 else cheapest(backend, sent, size)
         self.same_tile = algorithm in sent
@@ -155,6 +161,13 @@ class MatmulAllReduce(ReducedProduct):
             check_fused(config, algorithm)
         tile = self.product.tile(config, self.world, self._rows, n, k, split=algorithm == "unfused")
         return tile, algorithm
+
+    def _is_first(self) -> bool:
+        """Whether a product by cuBLAS, then an all-reduce take less time; on two H100s."""
+        (few, columns), many = _FIRST
+        if self._rows <= few:
+            return self.shape_b[1] >= columns
+        return self.product.scaled and self._rows >= many
 
     def _build(self) -> Way:
         if self.algorithm == "unfused":
@@ -224,7 +237,7 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
         same on every rank.
     scale_a, scale_b : optional
         Of this rank's a and b.
-    activation, out_dtype, out, allow_tf32, fast_accum, config, team, stream
+    activation, out_dtype, out, allow_tf32, fast_accum, library, config, team, stream
         See matmul. `out` must not overlap a or b.
 
     Returns (..., N) in the framework of `a`, the same bits on every rank.

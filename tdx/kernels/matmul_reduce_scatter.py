@@ -36,6 +36,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush, enter_kernel
+from tdx.kernels.library_sums import LibrarySums, bind_library_sums
 from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, blocks_for
@@ -43,7 +44,13 @@ from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.product_options import ProductOptions, options_of, takes_options
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
-from tdx.kernels.scattered_rows import chunk_tiles, fused_tile, sent_rows
+from tdx.kernels.scattered_rows import (
+    chunk_tiles,
+    fused_tile,
+    sent_rows,
+    sum_tile,
+    wait_each,
+)
 from tdx.kernels.select import follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
@@ -57,6 +64,7 @@ __all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"
 ALGORITHMS = ("fused", "one_kernel", "low_latency", "unfused")
 _PUSHED_BYTES = 4 << 20  # most partial sums of a rank that one kernel pushes: nothing hides them
 _LONG = 1 << 16
+_FIRST = 256  # rows of a rank from which float8 is multiplied first, by cuBLAS; on two H100s
 _SIZES = [
     "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
     "chunks",
@@ -113,7 +121,7 @@ def fused_kernel(
         ok = sound
         if owner == me:
             ok = tdl.wait_all(credit, ranks, world, tl.load(epoch)) & ok  # to name who is late
-            ok = _wait_each(signals + row * BM // CHUNK, ranks, chunks, world, epoch, ok)
+            ok = wait_each(signals + row * BM // CHUNK, ranks, chunks, world, epoch, ok)
         pieces = _quarters(total, BM, BN) if PIECES == 4 else (total,)
         for i in tl.static_range(PIECES):  # with as much fewer registers
             _put(
@@ -127,16 +135,7 @@ def fused_kernel(
             tdl.notify(made + row * BM // OWN_CHUNK, me, world, 1, op="add")
     tdl.wait_all(credit, ranks, world, tl.load(epoch))
     for chunk in range(0, chunks):
-        _wait_each(signals + chunk, ranks, chunks, world, epoch, sound)  # see copy_push.py
-
-
-@triton.jit
-def _wait_each(signal, ranks, step, world, epoch, ok):
-    """Wait for every rank's signal, `step` words apart. Whether all came, and `ok`."""
-    for first in range(0, ranks, 32):
-        peers = tl.minimum(first + tl.arange(0, 32), ranks - 1)
-        ok = tdl.wait(signal + peers * step, world, tl.load(epoch), peer=peers) & ok
-    return ok
+        wait_each(signals + chunk, ranks, chunks, world, epoch, sound)  # see copy_push.py
 
 
 @triton.jit
@@ -158,7 +157,6 @@ def _put(
 ):  # fmt: skip
     """Store a partial of a peer's tile; of an own one the sum with the peers', in rank order."""
     me = tdl.rank(world)
-    ranks = tdl.num_ranks(world)
     size = tl.cast(rows, tl.int64) * columns
     if owner != me:
         store_tile(
@@ -166,25 +164,10 @@ def _put(
             False, "none",
         )  # fmt: skip
     else:
-        rm = tl.arange(0, BM)
-        rn = tl.arange(0, BN)
-        first_row = tl.cast(row, tl.int64) * BM
-        first_column = tl.cast(col, tl.int64) * BN
-        at = rm[:, None] * columns + rn[None, :]
-        inside = (rm[:, None] < count - first_row) & (rn[None, :] < columns - first_column) & ok
-        part = partials + first_row * columns + first_column
-        own = own.to(partials.dtype.element_ty).to(tl.float32)
-        total = tl.full((BM, BN), -0.0, tl.float32)  # with which a sum is the other summand
-        for first in range(0, ranks, 2):
-            for rank in tl.static_range(2):  # as many loads at a time
-                peer = first + rank
-                there = (peer < ranks) & (peer != me)
-                value = tl.load(part + at, mask=inside & there, other=-0.0).to(tl.float32)
-                total += tl.where(peer == me, own, value)
-                part += size
-        store_tile(
-            c, total, bias, row, col, count, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION
-        )
+        sum_tile(
+            c, bias, own, partials, row, col, rows, count, columns, world, ok, BM, BN, HAS_BIAS,
+            ACTIVATION,
+        )  # fmt: skip
 
 
 class MatmulReduceScatter(ReducedProduct):
@@ -219,6 +202,8 @@ class MatmulReduceScatter(ReducedProduct):
     allow_tf32, fast_accum : bool
         Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
         tdx.matmul.
+    library : bool, optional
+        Whether cuBLAS multiplies, beside "fused", or before "unfused"; see tdx.matmul.
 
     `out` of a call must not overlap a or b.
 
@@ -227,6 +212,7 @@ class MatmulReduceScatter(ReducedProduct):
 
     operation = "matmul_reduce_scatter"
     algorithms = ALGORITHMS
+    with_library = ("fused", "unfused")
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         first, size = self.shape_a[0], self.group.size
@@ -243,6 +229,9 @@ class MatmulReduceScatter(ReducedProduct):
             algorithm = "unfused"
         elif algorithm is None:  # whatever K_local is, which may differ between ranks
             algorithm = self._usual(splits(tile(_LONG, split=True)))
+            first = self.product.scaled and self._rows >= _FIRST
+            if algorithm != "fused" and (self.product.library or (first and self.has_library())):
+                algorithm = "unfused"
         self.same_tile = algorithm == "one_kernel"
         if algorithm == "fused":
             check_fused(config, algorithm, sent_rows(self, self._rows))
@@ -282,16 +271,28 @@ class Fused:
     Every rank owns `rows` rows, the last ones as many as there are. With `own_chunk` the result has
     all rows, and `made` counts the own tiles for each so many, `own_counts` in a call; else it has
     the own rows.
+
+    Attributes
+    ----------
+    rows, own_chunk, chunk : int
+        Rows of a rank, of what `made` counts, of what is sent at a time.
+    counts : list[int]
+        Tiles of each chunk that is sent.
+    shared : tuple
+        Partials from peers and for them, tiles that are finished and made, signals, credit, epoch,
+        the group's handle.
+    push : CopyPush or None
+        The copies to peers.
     """
 
     def __init__(self, plan: ReducedProduct, rows: int, own_chunk: int = 0):
         world, size, config = plan.world, plan.group.size, plan.config
         columns, kind = plan.shape_b[1], plan.partial_dtype
-        self._rows, self._own_chunk = rows, own_chunk
+        self.rows, self.own_chunk = rows, own_chunk
         self._tiles = config.tiles(rows, columns)
-        self._chunk = sent_rows(plan, rows, passes=2 if own_chunk else 1)
-        counts = chunk_tiles(config, rows, columns, self._chunk)
-        chunks = self._chunks = len(counts)
+        self.chunk = sent_rows(plan, rows, passes=2 if own_chunk else 1)
+        counts = self.counts = chunk_tiles(config, rows, columns, self.chunk)
+        chunks = len(counts)
         part = max(1, rows * columns)
         partials = plan.workspace("partials", (size, part), kind)
         self.signals = plan.workspace("sent", (size * chunks,), "int32", chunks)
@@ -308,12 +309,12 @@ class Fused:
         self.meeting = (credit, epoch, plan.group.handle)
         meeting = (self.signals, *self.meeting)
         self._enter = plan.bind(enter_kernel, 1, (), *meeting, chunks, num_warps=1)
-        self._shared = (partials, outgoing, finished, self.made, *meeting)
+        self.shared = (partials, outgoing, finished, self.made, *meeting)
         rank, line = plan.group.rank, columns * kind.itemsize
 
         def pieces(peer: int, chunk: int) -> list[tuple[Array, int, Array | None, int, int]]:
-            first = chunk * self._chunk
-            nbytes = min(self._chunk, rows - first) * line
+            first = chunk * self.chunk
+            nbytes = min(self.chunk, rows - first) * line
             to, at = (rank * rows + first) * line, (peer * rows + first) * line
             return [(partials, to, outgoing, at, nbytes)]
 
@@ -325,6 +326,8 @@ class Fused:
         """Queue a call."""
         multiply.prepare(*ops)  # while nobody waits for it yet
         self._enter(handle)
+        if isinstance(multiply, LibrarySums):
+            multiply.begin(handle, *ops)  # so is its code
         if self.push is not None:
             self.push.start(handle, ops[4])
         multiply(handle, *ops)
@@ -340,13 +343,17 @@ class Fused:
         strides, steps, bias, aligned = layout
         world, product, config = plan.world, plan.product, plan.config
         sizes, size = plan._sizes(strides), plan.group.size
+        if self.push is not None:
+            library = bind_library_sums(plan, self, sizes, steps, bias, aligned)
+            if library is not None:
+                return library
         described = product.described(world, config, sizes, aligned)
         scale, out = product.scale_dtype, product.out_dtype
         kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)
         beside = 0 if self.push is None else self.push.blocks
         return plan.bind(
-            fused_kernel, blocks_for(world, self._tiles * size, beside), kinds, *self._shared,
-            self._rows, *sizes, self._chunks, CHUNK=self._chunk, OWN_CHUNK=self._own_chunk,
+            fused_kernel, blocks_for(world, self._tiles * size, beside), kinds, *self.shared,
+            self.rows, *sizes, len(self.counts), CHUNK=self.chunk, OWN_CHUNK=self.own_chunk,
             PIECES=4 if world.backend != "host" and config.block_n >= 64 else 1,
             **product.constants, **product.product_constants(config, sizes, steps, described),
         )  # fmt: skip
@@ -369,7 +376,7 @@ def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **option
         (N,), of any floating-point type, added once, after the reduction; then the activation.
     scale_a, scale_b : optional
         Of this rank's a and b.
-    activation, out_dtype, out, allow_tf32, fast_accum, config, team, stream
+    activation, out_dtype, out, allow_tf32, fast_accum, library, config, team, stream
         See matmul. `out` must not overlap a or b.
 
     Returns (d0 / size, ..., N) in the framework of `a`.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Operand",
+    "begin_aligned",
     "byte_units",
     "check_apart",
     "check_array",
@@ -315,6 +316,11 @@ def byte_units(*multiples: int) -> tuple[np.dtype, int]:
     unit = math.gcd(128, *multiples)
     width = min(unit, 8)
     return np.dtype(f"i{width}"), unit // width
+
+
+def begin_aligned(*operands: Operand) -> bool:
+    """Whether all begin at multiples of 16 bytes, as descriptors and cuBLAS want them."""
+    return not any(op.address % 16 for op in operands)
 
 
 def elements(shape: Sequence[int]) -> int:

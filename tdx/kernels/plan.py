@@ -162,6 +162,13 @@ class Plan(Repeating):
         kinds = tuple(k if isinstance(k, Described) else dtypes.resolve(k) for k in pointers)
         return self.world.driver.bind(kernel, grid, kinds, args, constants)
 
+    def use(self, arrays: Sequence[Array]) -> None:
+        """Memory of what is bound, which the caller keeps; also within a call."""
+        for array in arrays:
+            self._memory.append(array._block)
+            if self._stream != NOWHERE:
+                array._block.enter(self._stream)
+
     def result_buffer(self, shape: Sequence[int], dtype: Any, wanted: bool) -> Array | None:
         """What calls without `out` return, if the plan is to have it."""
         if not wanted:

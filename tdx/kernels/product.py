@@ -58,6 +58,8 @@ class Product:
         How sums over K are made: see tile_product.
     scaled : bool
         Whether inputs have scales: those of float8.
+    library : bool or None
+        Whether cuBLAS multiplies; None: where it is faster. See library_product.py.
     """
 
     dtype: np.dtype
@@ -66,11 +68,13 @@ class Product:
     activation: str | None
     precision: str
     scaled: bool
+    library: bool | None = None
 
     @classmethod
     def make(
         cls, world: World, dtype: Any, *, bias: bool = False, activation: str | None = None,
         out_dtype: Any = None, allow_tf32: bool = False, fast_accum: bool = False,
+        library: bool | None = None,
     ) -> Product:  # fmt: skip
         """Check the options of a product of `dtype` inputs."""
         dtype, arch = dtypes.resolve(dtype), world.device.arch
@@ -91,7 +95,9 @@ class Product:
             precision = "promoted"
         else:
             precision = "tf32" if allow_tf32 and dtype == _FLOAT32 else "ieee"
-        return cls(dtype, out, bias, activation, precision, scaled)
+        if library is not None and not isinstance(library, (bool, np.bool_)):
+            raise InvalidArgument(f"library={library!r} must be True, False or None")
+        return cls(dtype, out, bias, activation, precision, scaled, library)
 
     @property
     def scale_dtype(self) -> np.dtype:
@@ -153,8 +159,12 @@ class Product:
         return refusal is None
 
     def prepares(self, config: Config, sizes: Sequence[int]) -> bool:
-        """Whether `config` lets a kernel be prepared for operands so laid out."""
-        return not config.descriptors or not self._unfit_operands(sizes, True)
+        """Whether a kernel can be prepared for operands so laid out, which may not come.
+
+        Not if those would be refused: by `config`, or by cuBLAS, which is to multiply.
+        """
+        pinned = config.descriptors and self._unfit_operands(sizes, True)
+        return not (pinned or self.library)
 
     def _unfit(self, world: World, config: Config) -> str | None:
         """Why tensor descriptors will not do with any operands."""
@@ -261,6 +271,14 @@ class Product:
         if op.shape != (n,) or not op.contiguous:
             raise InvalidArgument(f"bias must be contiguous with shape ({n},), got {op.shape}")
         return op
+
+    def check_row_scales(self, given: Any) -> bool:
+        """The option row_scales."""
+        if not isinstance(given, (bool, np.bool_)):
+            raise InvalidArgument(f"row_scales={given!r} must be True or False")
+        if given and not self.scaled:
+            raise InvalidArgument(f"row_scales is for inputs of {_FLOAT8}, not of {self.dtype}")
+        return bool(given)
 
     def takes_as_given(self, *scales: Any) -> bool:
         """Whether check_scale gives them as operands, or the fallback where there are none.

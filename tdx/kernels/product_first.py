@@ -6,7 +6,6 @@ are added in float32 from rank 0 upwards.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.all_reduce import AllReduce
+from tdx.kernels.library_product import library_product
 from tdx.kernels.matmul import bind_matmul
 from tdx.kernels.operand import Operand, elements, operand
 from tdx.kernels.reduce_scatter import ReduceScatter
@@ -53,7 +53,7 @@ class ProductFirst:
 
     def __init__(self, plan: ReducedProduct, reduction: type[AllReduce] | type[ReduceScatter]):
         world, product, columns = plan.world, plan.product, plan.shape_b[1]
-        self._own = replace(product, out_dtype=plan.partial_dtype, bias=False, activation=None)
+        self._own = plan.partial_product
         shape = (*plan.shape_a[:-1], columns)
         self._sums = world.empty(shape, plan.partial_dtype, symmetric=False)
         self._memory = split_memory(world, plan.config, elements(shape[:-1]), columns)
@@ -84,6 +84,12 @@ class ProductFirst:
         others = (product.out_dtype, plan.dtype, scale, scale)
         if self._later:
             self._finish(plan, bias)
+        library = library_product(
+            plan.world, product, plan.pinned, sizes, steps, plan.dtype, aligned
+        )
+        if library is not None:
+            plan.use(library.memory)
+            return library
         return bind_matmul(
             plan.world, product, plan.config, sizes, steps, described, others, self._memory
         )

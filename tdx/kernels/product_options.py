@@ -45,6 +45,7 @@ class ProductOptions:
     out: Any = None
     allow_tf32: bool = False
     fast_accum: bool = False
+    library: bool | None = None
     config: Config | None = None
     algorithm: str | None = None
     team: Group | None = None
@@ -59,6 +60,7 @@ class ProductOptions:
             "out_dtype": self.out_dtype,
             "allow_tf32": self.allow_tf32,
             "fast_accum": self.fast_accum,
+            "library": self.library,
             "config": self.config,
             "algorithm": self.algorithm,
         }

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 from tdx.kernels.call import Call
-from tdx.kernels.operand import Operand, check_apart, elements, flattened, operand
+from tdx.kernels.library_product import check_library, may_multiply
+from tdx.kernels.operand import (
+    Operand,
+    begin_aligned,
+    check_apart,
+    elements,
+    flattened,
+    operand,
+)
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.product import Config, Product, check_loading, usual_output
@@ -28,7 +37,7 @@ class Way(Protocol):
     def bind(self, plan: Any, *layout: Any) -> Bound:
         """The product for operands so laid out.
 
-        `layout`: strides, steps between scales, the bias' dtype, whether a and b are aligned.
+        `layout`: strides, steps between scales, the bias' dtype, whether operands are aligned.
         """
 
     def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
@@ -42,6 +51,7 @@ class ReducedProduct(Plan):
     """
 
     algorithms: ClassVar[tuple[str, ...]]
+    with_library: ClassVar[tuple[str, ...]]  # those of them that cuBLAS can multiply for
     usual_result = staticmethod(usual_output)
     same_tile: bool  # do ranks meet tile by tile?
     out_shape: tuple[int, ...]
@@ -70,6 +80,9 @@ class ReducedProduct(Plan):
             self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
             self._check(algorithm)
             check_config(config)
+            check_library(world, self.partial_product, config, algorithm, self.with_library)
+            self.pinned = config
+            self._has_library: bool | None = None
             self.config, self.algorithm = self._choose(config, algorithm)
             self.result = (self.out_shape, out)
             shared.update(
@@ -78,6 +91,8 @@ class ReducedProduct(Plan):
                 activation=self.product.activation, out_dtype=out, given_algorithm=algorithm,
                 algorithm=self.algorithm,
             )  # fmt: skip
+            if self._has_library is not None:
+                shared.update(cublas=self._has_library)
             if self.same_tile:
                 tile = self.config
                 shared.update(tile=(tile.block_m, tile.block_n, tile.group_m))
@@ -118,7 +133,8 @@ class ReducedProduct(Plan):
             ops, strides, steps = self._operands(a, b, out, *given)
             x, y, left, right, to, vector = ops
             check_apart(self.operation, to, x, y, left, right, vector)
-            layout = (strides, steps, vector.dtype, not (x.address | y.address) % 16)
+            aligned = begin_aligned(x, y, to, vector, *((left, right) if any(steps) else ()))
+            layout = (strides, steps, vector.dtype, aligned)
             run = None
             if 0 not in to.shape:
                 run = self._kernels.get(layout)
@@ -135,6 +151,16 @@ class ReducedProduct(Plan):
         if run is not None and self.product.takes_as_given(*given[1:]):
             self.note(y, (x, to, *extras), layout)
         return handle, run, ops
+
+    def has_library(self) -> bool:
+        """Whether cuBLAS may multiply: on all ranks or none, where the algorithm depends on it."""
+        self._has_library = may_multiply(self.world, self.partial_product, self.pinned)
+        return self._has_library
+
+    @property
+    def partial_product(self) -> Product:
+        """The product before it is summed."""
+        return replace(self.product, out_dtype=self.partial_dtype, bias=False, activation=None)
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         """Check the shapes; the tile and the algorithm. Sets `out_shape` and `same_tile`."""

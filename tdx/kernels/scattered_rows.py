@@ -1,12 +1,17 @@
-"""Tiles and chunks of rows whose partial sums copy engines send to their owners."""
+"""Tiles and chunks of rows whose partial sums copy engines send to their owners, and their sums."""
 
 from __future__ import annotations
 
+import triton
+import triton.language as tl
+
+import tdx.language as tdl
 from tdx.kernels.product import Config
 from tdx.kernels.reduced_product import ReducedProduct
 from tdx.kernels.select import constants, engines_us, power_of_two
+from tdx.kernels.tile_product import store_tile
 
-__all__ = ["chunk_rows", "chunk_tiles", "fused_tile", "sent_rows"]
+__all__ = ["chunk_rows", "chunk_tiles", "fused_tile", "sent_rows", "sum_tile", "wait_each"]
 
 
 def fused_tile(plan: ReducedProduct, config: Config | None, rows: int, passes: int = 1) -> Config:
@@ -45,3 +50,40 @@ def chunk_tiles(config: Config, rows: int, columns: int, chunk: int) -> list[int
     return [
         config.tiles(min(chunk, rows - first), columns) for first in range(0, max(1, rows), chunk)
     ]
+
+
+@triton.jit
+def wait_each(signal, ranks, step, world, epoch, ok):
+    """Wait for every rank's signal, `step` words apart. Whether all came, and `ok`."""
+    for first in range(0, ranks, 32):
+        peers = tl.minimum(first + tl.arange(0, 32), ranks - 1)
+        ok = tdl.wait(signal + peers * step, world, tl.load(epoch), peer=peers) & ok
+    return ok
+
+
+@triton.jit
+def sum_tile(
+    c, bias, own, partials, row, col, rows, count, columns, world, ok,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Store the sum of a tile of own rows with the peers' partials, in rank order."""
+    me = tdl.rank(world)
+    ranks = tdl.num_ranks(world)
+    size = tl.cast(rows, tl.int64) * columns
+    rm = tl.arange(0, BM)
+    rn = tl.arange(0, BN)
+    first_row = tl.cast(row, tl.int64) * BM
+    first_column = tl.cast(col, tl.int64) * BN
+    at = rm[:, None] * columns + rn[None, :]
+    inside = (rm[:, None] < count - first_row) & (rn[None, :] < columns - first_column) & ok
+    part = partials + first_row * columns + first_column
+    own = own.to(partials.dtype.element_ty).to(tl.float32)
+    total = tl.full((BM, BN), -0.0, tl.float32)  # with which a sum is the other summand
+    for first in range(0, ranks, 2):
+        for rank in tl.static_range(2):  # as many loads at a time
+            peer = first + rank
+            there = (peer < ranks) & (peer != me)
+            value = tl.load(part + at, mask=inside & there, other=-0.0).to(tl.float32)
+            total += tl.where(peer == me, own, value)
+            part += size
+    store_tile(c, total, bias, row, col, count, columns, columns, ok, BM, BN, HAS_BIAS, ACTIVATION)

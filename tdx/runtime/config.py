@@ -27,6 +27,10 @@ _SETTINGS: dict[str, _Setting] = {
         str, "", "what `tdx.init()` uses when no `backend=` is given; empty: what is there",
         "cuda, hip or host",
     ),
+    "cublas": _Setting(
+        bool, True, "let cuBLAS multiply where it is installed and faster, unless `library=` says",
+        _BOOL,
+    ),
     "debug": _Setting(
         bool, False,
         "check collective calls and symmetric arrays on all ranks at once; show whole errors of "
@@ -56,6 +60,7 @@ class Config:
     __slots__ = tuple(_SETTINGS)
 
     backend: str
+    cublas: bool
     debug: bool
     host_multiprocessors: int
     host_seed: int

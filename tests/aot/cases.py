@@ -107,6 +107,19 @@ def _take(even: bool = True):
     return "matmul_all_reduce.take_kernel", types, values, {"num_warps": 8}
 
 
+def _summed(own_chunk: int = 0):
+    """The tile is what choose_tile gives for 4096 rows of 8192 columns."""
+    values = {"BM": 128, "BN": 256, "WIDTH": 64, "HAS_BIAS": True, "ACTIVATION": "none",
+              "EVEN": True, "CHUNK": 512, "OWN_CHUNK": own_chunk}  # fmt: skip
+    types = {
+        **dict.fromkeys(("c", "bias", "partials", "outgoing"), "*bf16"),
+        **dict.fromkeys(("finished", "made", "signals", "credit", "epoch"), "*i32"),
+        "world": "world", **dict.fromkeys(("rows", "whole", "columns", "chunks"), "i32"),
+        **dict.fromkeys(values, "constexpr"),
+    }  # fmt: skip
+    return "library_sums.sum_kernel", types, values, {"num_warps": 8}
+
+
 def _moved(kernel: str, word: str, constants, sizes, options=None):
     """A kernel that moves words of a type: its constants and run-time sizes."""
     types = {
@@ -263,6 +276,19 @@ CASES = {
         {},
         {"num_warps": 1},
     ),
+    "arrive": (
+        "library_chunks.arrive_kernel",
+        {"progress": "*i32", "epoch": "*i32", "world": "world", "peer": "i32", "chunks": "i32"},
+        {},
+        {"num_warps": 1},
+    ),
+    "done": (
+        "library_sums.done_kernel",
+        {"finished": "*i32", "world": "world",
+         **dict.fromkeys(("owner", "chunks", "tiles", "last_tiles"), "i32")}, {}, {"num_warps": 1},
+    ),
+    "sum": _summed(),
+    "sum-whole": _summed(512),
     "take": _take(),
     "take-rows": (
         "gathering_product.take_kernel",

@@ -22,6 +22,7 @@ TAKEN = [
 WAITING = [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-scaled", "push-all",
     "push-one", "root-words-i64", "broadcast-scatter", "barrier", "grant", "confirm", "take",
+    "arrive", "sum", "sum-whole",
     "consume-bf16", "consume-fp32", "scattered-bf16", "norm-one_shot", "norm-two_shot",
     "fused-bf16", "fused-one_shot-ragged", "one_kernel-bf16",
 ]  # fmt: skip
@@ -30,7 +31,7 @@ MOVING_VECTORS = [
     "two_shot-bf16-8", "two_shot-fp32-team", "two_shot-copy", "two_shot-copy-2", "two_shot-buffer",
     "two_shot-root", "scatter-bf16", "scatter-fp32-8", "norm-one_shot", "norm-two_shot",
     "norm-two_shot-2", "norm-two_shot-8", "pull", "push", "push-all", "push-one",
-    "broadcast-scatter", "take", "take-rows", "one_kernel-bf16", "one_kernel-fp8",
+    "broadcast-scatter", "sum", "take", "take-rows", "one_kernel-bf16", "one_kernel-fp8",
 ]  # fmt: skip
 GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,

@@ -112,7 +112,7 @@ def _sums(
         for width in _WIDTHS:
             plan = make(algorithm=_FUSED[operation], config=_tile(world, chosen, width))
             compared.ours(
-                f"{width} columns, {plan._way._chunk} rows", partial(plan, a, b, result.out), result
+                f"{width} columns, {plan._way.chunk} rows", partial(plan, a, b, result.out), result
             )
     CONSTANTS[world.backend] = usual
     compared.time()

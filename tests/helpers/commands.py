@@ -17,11 +17,11 @@ def tdx_environment(**changes: str) -> dict[str, str]:
     """The environment with this checkout importable, and the changes.
 
     On the host tier, also where there are GPUs, unless TDX_BACKEND is set: rank cases and examples
-    set it to what pytest's --tdx-backend says.
+    set it to what pytest's --tdx-backend says. Products are those of tdx unless a test asks cuBLAS.
     """
     earlier = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT), *([earlier] if earlier else [])])
-    return {"TDX_BACKEND": "host"} | os.environ | {"PYTHONPATH": path} | changes
+    return {"TDX_BACKEND": "host", "TDX_CUBLAS": "0"} | os.environ | {"PYTHONPATH": path} | changes
 
 
 def run_tdx(

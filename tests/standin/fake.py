@@ -1,4 +1,5 @@
-"""The stand-in libcuda from Python: building it, and steering it in a process that loaded it."""
+"""The stand-ins for libcuda and cuBLASLt from Python: building them, and steering libcuda in a
+process that loaded it."""
 
 from __future__ import annotations
 
@@ -6,33 +7,41 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Fake", "build"]
+__all__ = ["CUBLAS", "Fake", "build", "compile_library"]
 
 _SOURCES = Path(__file__).parent / "fakecuda"
+CUBLAS = Path(__file__).parent / "fakecublas.c"
 
 
 def build(folder: Path) -> Path:
-    """Compile libcuda.so.1 into `folder`, which then goes first in LD_LIBRARY_PATH.
+    """Compile libcuda.so.1 and libcublasLt into `folder`, which then goes first in LD_LIBRARY_PATH.
 
     cuda.h is the one in Triton's own wheel. Raises FileNotFoundError without a C compiler.
     """
     import triton
 
+    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    compile_library(folder / "libcuda.so.1", sorted(_SOURCES.glob("*.c")), f"-I{include}")
+    for release in (12, 13):
+        compile_library(folder / f"libcublasLt.so.{release}", [CUBLAS])
+    return folder
+
+
+def compile_library(to: Path, sources: Sequence[Path], *options: str) -> None:
+    """Make a shared library of C sources. Raises FileNotFoundError without a C compiler."""
     compiler = next(filter(None, map(shutil.which, ("gcc", "cc", "clang"))), None)
     if compiler is None:
         raise FileNotFoundError("no C compiler")
-    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     subprocess.run(
         [
-            compiler, "-O1", "-shared", "-fPIC", "-pthread", f"-I{include}",
-            "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1"),
-            *map(str, sorted(_SOURCES.glob("*.c"))), "-ldl",
+            compiler, "-O1", "-shared", "-fPIC", "-pthread", *options, f"-Wl,-soname,{to.name}",
+            "-o", str(to), *map(str, sources), "-ldl",
         ],
         check=True,
     )  # fmt: skip
-    return folder
 
 
 class Fake:

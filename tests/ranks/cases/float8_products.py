@@ -154,12 +154,10 @@ def case_sums_go_on_in_float32(world, operation, transposed):
 @worlds(1, 2, 3, 4)
 @pytest.mark.parametrize("algorithm", GATHERS)
 def case_all_gather_matmul(world, algorithm):
-    """Several b for one gather; ranks need not pass scales of the same kind."""
-    for (m, k, n), config in zip(SHAPES, (None, SMALL, SMALL, None, SMALL), strict=True):
-        given = [
-            operands(rank, m, k, n, ("one" if rank % 2 else "each", "each"))
-            for rank in range(world.size)
-        ]
+    """Several b for one gather, scales of rows and single ones, different on each rank."""
+    for i, (m, k, n) in enumerate(SHAPES):
+        config, kind = (SMALL if i % 3 else None), ("one" if i % 2 else "each")
+        given = [operands(rank, m, k, n, (kind, "each")) for rank in range(world.size)]
         whole = np.concatenate([scaled(a, left, -1) for a, _, left, _ in given])
         a, b, left, right = given[world.rank]
         other = values(77, (k, n + 3), KIND)
@@ -216,9 +214,9 @@ def _plans(world):
     m, k, n = 12 * world.size, 40, 24
     shapes = ((m, k), (k, n), KIND)
     return [
-        tdx.AllGatherMatmul(world, *shapes, config=SMALL, chunks_per_rank=3),
+        tdx.AllGatherMatmul(world, *shapes, config=SMALL, chunks_per_rank=3, row_scales=True),
         *(
-            tdx.AllGatherMatmul(world, *shapes, config=SMALL, algorithm=algorithm)
+            tdx.AllGatherMatmul(world, *shapes, config=SMALL, algorithm=algorithm, row_scales=True)
             for algorithm in ("one_kernel", "unfused")
         ),
         tdx.MatmulReduceScatter(world, *shapes, config=SMALL, partial_dtype="float32"),

@@ -1,0 +1,182 @@
+"""Products by cuBLAS, where it is installed and faster than the kernels here.
+
+They are what an operation runs beside its communication in place of its own product: of all rows,
+or of the rows of one rank, whose arrival a small kernel awaits, or whose end another one tells.
+cuBLAS takes no notice of faults: what such a product has stored after one is of no use.
+
+A rank takes it for the operands that it gets: what it sends, and when, does not depend on it. A
+Config pins the bits of a product, and so keeps it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tdx.kernels.operand import Operand
+from tdx.kernels.plan_cache import remembered
+from tdx.kernels.product import Config, Product
+from tdx.runtime.config import config as settings
+from tdx.runtime.driver.cublas import ALIGNMENT, Cublas, Gemm, Layout, Unfit, load
+from tdx.runtime.errors import DriverError, Unsupported
+from tdx.runtime.world import World
+
+__all__ = ["LibraryProduct", "check_library", "library_product", "may_multiply"]
+
+_EACH_ARCH = "sm_90"  # which has scales of rows and columns
+# Measured on H100s: least multiplications, and rows if each has a scale, for which it pays
+_LEAST, _LEAST_EACH = 1 << 28, 256
+
+
+class LibraryProduct:
+    """A product of one layout, which is called as bind_matmul's kernels are.
+
+    Attributes
+    ----------
+    memory : list[Array]
+        What it uses besides operands, one call at a time.
+    """
+
+    def __init__(self, world: World, gemm: Gemm):
+        self._gemm, self._driver = gemm, world.driver
+        size = gemm.workspace
+        self.memory = [world.empty((size,), "int8", symmetric=False)] if size else []
+        self._workspace = self.memory[0]._address if size else 0
+
+    def __call__(
+        self, stream: int, a: Operand, b: Operand, c: Operand, bias: Operand, scale_a: Operand,
+        scale_b: Operand,
+    ) -> None:  # fmt: skip
+        """Queue it."""
+        places = (a, b, c, bias, scale_a, scale_b)
+        self.at(stream, *(op.address for op in places))
+
+    def at(
+        self, stream: int, a: int, b: int, c: int, bias: int, scale_a: int, scale_b: int
+    ) -> None:
+        """Queue it, for operands at these addresses."""
+        with self._driver.using():
+            self._gemm(stream, a, b, c, bias, scale_a, scale_b, self._workspace)
+
+    def prepare(self, *operands: Any) -> None:
+        """Its code is loaded by cuBLAS."""
+
+
+def _library_of(world: World) -> tuple[Cublas | None, str]:
+    """The world's cuBLAS, started at first use, or None and why there is none."""
+    return remembered(world, "library", "cublas", lambda: _start(world))
+
+
+def _start(world: World) -> tuple[Cublas | None, str]:
+    if world.backend != "cuda":
+        return None, f"cuBLAS is for NVIDIA GPUs, not for the {world.backend} backend"
+    from tdx.runtime.driver.cuda_device import cu
+
+    try:
+        library = load(int(cu.CUDA_VERSION) // 1000)
+    except DriverError as error:
+        return None, str(error)
+    with world.driver.using():
+        cublas = Cublas(library)
+    world.teardown.add(cublas.close)
+    return cublas, ""
+
+
+def may_multiply(world: World, product: Product, config: Config | None) -> bool:
+    """Whether cuBLAS is there for a product, if that is faster. Ranks that ask have the same."""
+    if config is not None or product.library is False:
+        return False
+    return bool(product.library or settings.cublas) and _library_of(world)[0] is not None
+
+
+def check_library(
+    world: World, product: Product, config: Config | None, algorithm: str | None = None,
+    algorithms: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Raise Unsupported if `product` is to be cuBLAS's, and cannot be.
+
+    `config` and `algorithm`: what the caller asks for; `algorithms`: those that can run with it.
+    """
+    if not product.library:
+        return
+    cublas, reason = _library_of(world)
+    if config is not None:
+        reason = "config pins the tile of a kernel of tdx"
+    elif algorithm is not None and algorithm not in algorithms:
+        reason = f'"{algorithm}" multiplies in the kernel that communicates; see algorithm='
+    elif product.activation is not None:
+        reason = f"activation={product.activation!r} is no part of its products here"
+    if cublas is None or reason:
+        raise _refused(reason)
+
+
+def library_product(
+    world: World, product: Product, config: Config | None, sizes: Sequence[int],
+    steps: tuple[int, int], bias: np.dtype, aligned: bool, pays: bool = True,
+) -> LibraryProduct | None:  # fmt: skip
+    """The product of `sizes` by cuBLAS; None if one of ours is to run.
+
+    `config`: what the caller pinned; `sizes`, `steps`: see Product; `bias`: its type; `aligned`:
+    all operands begin at multiples of 16 bytes; `pays`: whether the operation gains by it.
+    """
+    rows, n, k = sizes[:3]
+    if product.library is None:
+        # two calls of a library for each product cost the host more than small ones take
+        pays &= rows * n * k >= _LEAST and (not any(steps) or rows >= _LEAST_EACH)
+        if not (pays and may_multiply(world, product, config)):
+            return None
+    elif not product.library:
+        return None
+    cublas, reason = _library_of(world)
+    if cublas is not None:
+        reason = _unfit(world, product, sizes, steps, bias, aligned)
+        if not reason:
+            try:
+                layout = _layout(product, sizes, steps)
+                return LibraryProduct(world, Gemm(cublas, layout))
+            except Unfit as error:
+                reason = str(error)
+    if product.library:
+        raise _refused(reason)
+    return None
+
+
+def _refused(reason: str) -> Unsupported:
+    return Unsupported(f"library=True: {reason}; leave it None for the kernels of tdx")
+
+
+def _unfit(
+    world: World, product: Product, sizes: Sequence[int], steps: tuple[int, int], bias: np.dtype,
+    aligned: bool,
+) -> str:  # fmt: skip
+    """Why cuBLAS cannot make a product, as far as it does not say so itself."""
+    rows, n, k, *strides = sizes
+    if not min(rows, n, k):
+        return "a or b is empty"
+    if product.activation is not None:
+        return f"activation={product.activation!r} is no part of its products here"
+    if product.bias and bias != product.out_dtype:
+        return f"a bias of {bias} is not of the result's type, {product.out_dtype}"
+    if not aligned:
+        return f"an operand does not begin at a multiple of {ALIGNMENT} bytes"
+    for (line, unit), extents in ((strides[:2], (rows, k)), (strides[2:], (k, n))):
+        fits = line >= extents[1] if unit == 1 else line == 1 and unit >= extents[0]
+        if not fits:
+            return f"strides {strides}: lines of a or b lie into each other, or apart both ways"
+    if product.scaled and steps[0] != steps[1]:
+        return "one operand has a scale for each line, the other one for all"
+    if any(steps) and world.device.arch != _EACH_ARCH:
+        return f"scales of rows and columns are for {_EACH_ARCH}, not {world.device.arch}"
+    return ""
+
+
+def _layout(product: Product, sizes: Sequence[int], steps: tuple[int, int]) -> Layout:
+    rows, n, k, *strides = sizes
+    return Layout(
+        rows, n, k, product.dtype.name, product.out_dtype.name, tuple(strides),
+        product.out_dtype.name if product.bias else None,
+        ("each" if any(steps) else "one") if product.scaled else None,
+        product.precision != "promoted", product.precision == "tf32",
+    )  # fmt: skip
