@@ -43,9 +43,15 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     compared = bench.comparison(row)
     peers = bench.peers.products
     compared.peers(peers.matmul(whole, b, result.out), result)
-    compared.ours("matmul", lambda: tdx.matmul(whole, b, out=result.out, **scales), result)
+    compared.ours(
+        "matmul", lambda: tdx.matmul(whole, b, out=result.out, library=False, **scales), result
+    )
     compared.peers(peers.all_gather_matmul(a, b, result.out, gather), result)
-    compared.ours("tdx+matmul", lambda: tdx.matmul(gather(a), b, out=result.out, **scales), result)
+    compared.ours(
+        "tdx+matmul",
+        lambda: tdx.matmul(gather(a), b, out=result.out, library=False, **scales),
+        result,
+    )
     for algorithm in bench.algorithms(ALGORITHMS):
         plan = tdx.AllGatherMatmul(
             world, a.shape, b.shape, dtype, algorithm=algorithm, buffer=False

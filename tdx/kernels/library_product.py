@@ -23,7 +23,7 @@ from tdx.runtime.driver.cublas import ALIGNMENT, Cublas, Gemm, Layout, Unfit, lo
 from tdx.runtime.errors import DriverError, Unsupported
 from tdx.runtime.world import World
 
-__all__ = ["LibraryProduct", "check_library", "library_product", "may_multiply"]
+__all__ = ["LibraryProduct", "check_library", "library_product", "may_multiply", "start_library"]
 
 _EACH_ARCH = "sm_90"  # which has scales of rows and columns
 # Measured on H100s: least multiplications, and rows if each has a scale, for which it pays
@@ -62,6 +62,14 @@ class LibraryProduct:
 
     def prepare(self, *operands: Any) -> None:
         """Its code is loaded by cuBLAS."""
+
+
+def start_library(world: World) -> Cublas:
+    """The world's cuBLAS. Raises Unsupported with the reason if there is none."""
+    cublas, reason = _library_of(world)
+    if cublas is None:
+        raise Unsupported(reason)
+    return cublas
 
 
 def _library_of(world: World) -> tuple[Cublas | None, str]:
@@ -161,9 +169,10 @@ def _unfit(
         return f"a bias of {bias} is not of the result's type, {product.out_dtype}"
     if not aligned:
         return f"an operand does not begin at a multiple of {ALIGNMENT} bytes"
-    for (line, unit), extents in ((strides[:2], (rows, k)), (strides[2:], (k, n))):
-        fits = line >= extents[1] if unit == 1 else line == 1 and unit >= extents[0]
-        if not fits:
+    for (step, unit), (lines, length) in ((strides[:2], (rows, k)), (strides[2:], (k, n))):
+        if unit != 1:
+            step, unit, lines, length = unit, step, length, lines
+        if unit != 1 or (step < length and lines > 1):
             return f"strides {strides}: lines of a or b lie into each other, or apart both ways"
     if product.scaled and steps[0] != steps[1]:
         return "one operand has a scale for each line, the other one for all"

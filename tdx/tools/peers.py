@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tdx.kernels.library_product import start_library
 from tdx.tools.comparison import attempt, shared_reason
 from tdx.tools.product_peers import CublasProducts, Products, TorchProducts
 from tdx.tools.timing import replay_time
@@ -222,19 +223,15 @@ def open_peers(world: World) -> Peers:
 
 def _without_torch(world: World, missing: str) -> Peers:
     """CuPy's NCCL and cuBLAS, as far as they are there."""
-    from tdx.runtime.driver.cuda_device import cu
-    from tdx.tools.cublas import Cublas, load
     from tdx.tools.cupy_peers import CupyPeers
 
     peers = _cupy_peers(world, missing)
-    cublas, reason = attempt(
-        world, "cuBLAS", lambda: Cublas(world, load(int(cu.CUDA_VERSION) // 1000))
-    )
+    cublas, reason = attempt(world, "cuBLAS", lambda: start_library(world))
     if reason:
         peers.products.missing = reason
     else:
         nccl = peers if isinstance(peers, CupyPeers) else None
-        peers.products = CublasProducts(world, cublas, nccl)
+        peers.products = CublasProducts(world, nccl)
         peers.names = ", ".join(filter(None, (peers.names, cublas.name)))
     return peers
 

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tdx.kernels.matmul import matmul
 from tdx.tools.comparison import Way
 from tdx.tools.reference import FLOAT8, SCALES
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
     from tdx.runtime.world import World
-    from tdx.tools.cublas import Cublas
     from tdx.tools.cupy_peers import CupyPeers
     from tdx.tools.peers import TorchPeers
 
@@ -70,20 +70,22 @@ class Products:
 
 
 class CublasProducts(Products):
-    """With cuBLAS; `nccl`: what has NCCL's collectives, or None."""
+    """With cuBLAS, as tdx.matmul calls it; `nccl`: what has NCCL's collectives, or None."""
 
-    def __init__(self, world: World, cublas: Cublas, nccl: CupyPeers | None):
-        self._world, self._cublas, self._nccl = world, cublas, nccl
+    def __init__(self, world: World, nccl: CupyPeers | None):
+        self._world, self._nccl = world, nccl
 
-    def close(self) -> None:
-        self._cublas.close()
+    def multiply(self, a: Array, b: Array, out: Array) -> None:
+        """Queue the product."""
+        scales: dict[str, Any] = SCALES if a.dtype.name == FLOAT8 else {}
+        matmul(a, b, out=out, library=True, **scales)
 
     def matmul(self, a: Array, b: Array, out: Array) -> Makers:
-        return {"library": lambda: Way(partial(self._cublas.matmul, a, b, out))}
+        return {"library": lambda: Way(partial(self.multiply, a, b, out))}
 
     def all_gather_matmul(self, a: Array, b: Array, out: Array, gather: Any) -> Makers:
         def ours() -> Way:
-            return Way(lambda: self._cublas.matmul(gather(a), b, out))
+            return Way(lambda: self.multiply(gather(a), b, out))
 
         if self._nccl is None:
             return {"tdx+library": ours}
@@ -94,7 +96,7 @@ class CublasProducts(Products):
 
             def call() -> None:
                 gathered(a, whole)
-                self._cublas.matmul(whole, b, out)
+                self.multiply(whole, b, out)
 
             return Way(call)
 
@@ -119,7 +121,7 @@ class CublasProducts(Products):
 
         def way(collective: Any) -> Way:
             def call() -> None:
-                self._cublas.matmul(a, b, partial_)
+                self.multiply(a, b, partial_)
                 collective(partial_, out)
 
             return Way(call)

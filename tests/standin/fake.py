@@ -24,9 +24,10 @@ def build(folder: Path) -> Path:
     import triton
 
     include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    compile_library(folder / "libcuda.so.1", sorted(_SOURCES.glob("*.c")), f"-I{include}")
-    for release in (12, 13):
-        compile_library(folder / f"libcublasLt.so.{release}", [CUBLAS])
+    sources = {"libcuda.so.1": sorted(_SOURCES.glob("*.c"))}
+    sources |= {f"libcublasLt.so.{release}": [CUBLAS] for release in (12, 13)}
+    for name, files in sources.items():
+        compile_library(folder / name, files, f"-I{include}", f"-Wl,-soname,{name}")
     return folder
 
 
@@ -37,8 +38,8 @@ def compile_library(to: Path, sources: Sequence[Path], *options: str) -> None:
         raise FileNotFoundError("no C compiler")
     subprocess.run(
         [
-            compiler, "-O1", "-shared", "-fPIC", "-pthread", *options, f"-Wl,-soname,{to.name}",
-            "-o", str(to), *map(str, sources), "-ldl",
+            compiler, "-O1", "-shared", "-fPIC", "-pthread", *options, "-o", str(to),
+            *map(str, sources), "-ldl",
         ],
         check=True,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from tests.standin import (  # noqa: F401  # declare their scenarios
     foreign,
     foreign_copies,
     launching,
+    library,
     ordering,
     products,
     sharing,

@@ -25,7 +25,7 @@ def test_settings_are_checked():
     config = Config()
     config.host_seed = 3
     assert config.host_seed == 3
-    with pytest.raises(AttributeError, match="no setting 'seed'; it has backend, debug"):
+    with pytest.raises(AttributeError, match="no setting 'seed'; it has backend, cublas, debug"):
         config.seed = 3
     for name, value in [("debug", 1), ("host_seed", "3"), ("host_seed", True), ("backend", None)]:
         with pytest.raises(TypeError, match=f"tdx.config.{name} takes"):
@@ -48,8 +48,8 @@ def test_environment(monkeypatch, name, text, value):
 
 
 _BAD = {
-    "BACKEND": "gpu", "DEBUG": "maybe", "HOST_SEED": "abc", "HOST_MULTIPROCESSORS": "0",
-    "QUIET": "2", "SHARE_GPU": "y", "LAUNCH_BLOCKING": "-",
+    "BACKEND": "gpu", "CUBLAS": "2", "DEBUG": "maybe", "HOST_SEED": "abc",
+    "HOST_MULTIPROCESSORS": "0", "QUIET": "2", "SHARE_GPU": "y", "LAUNCH_BLOCKING": "-",
 }  # fmt: skip
 
 
@@ -93,7 +93,8 @@ def test_init_refuses_a_bad_environment(tmp_path):
 def test_every_variable_is_in_the_readme():
     rows = []
     for name, setting in _SETTINGS.items():
-        default = "off" if setting.default is False else setting.default
+        is_switch = isinstance(setting.default, bool)
+        default = ("off", "on")[setting.default] if is_switch else setting.default
         rows.append(f"| `TDX_{name.upper()}` | {default} | {setting.meaning} |")
     text = (ROOT / "README.md").read_text()
     assert rows == re.findall(r"^\| `TDX_.*\|$", text, re.M)

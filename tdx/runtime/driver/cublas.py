@@ -222,8 +222,9 @@ class Gemm:
         self._product = self._make("MatmulDesc", compute, _TYPES["float32"])
         m, n, k = layout.rows, layout.columns, layout.depth
         a_row, a_unit, b_row, b_unit = layout.strides
-        left = (n, k, b_row) if b_unit == 1 else (k, n, b_unit)
-        right = (k, m, a_row) if a_unit == 1 else (m, k, a_unit)
+        # of a single line the next one's distance says nothing, but is checked
+        left = (n, k, max(n, b_row)) if b_unit == 1 else (k, n, max(k, b_unit))
+        right = (k, m, max(k, a_row)) if a_unit == 1 else (m, k, max(m, a_unit))
         kind = _TYPES[layout.dtype]
         self._left, self._right = (self._make("MatrixLayout", kind, *x) for x in (left, right))
         self._out = self._make("MatrixLayout", _TYPES[layout.out_dtype], n, m, n)

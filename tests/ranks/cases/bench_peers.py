@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import socket
 import sys
-from ctypes import CDLL
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 import tdx
-from tdx.tools import cublas
+from tdx.tools import peers as peers_of
 from tdx.tools.bench import Bench, _notes
 from tdx.tools.comparison import Comparison, Way
 from tdx.tools.cupy_peers import CupyPeers, unique_id
@@ -204,20 +203,15 @@ def case_nccl_through_cupy(world):
 
 
 class OnTheHost:
-    """cuBLAS's product and NCCL's collectives, as CublasProducts asks for them, at once."""
+    """NCCL's collectives, as CublasProducts asks for them, at once."""
 
     def __init__(self, world):
-        self.world, self.ended = world, False
+        self.world = world
 
     def everybody(self, x):
         self.world.synchronize()
         told = self.world.channels.allgather(x.numpy().tobytes(), "operands")
         return [np.frombuffer(each, x.dtype).reshape(x.shape) for each in told]
-
-    def matmul(self, a, b, out):
-        if self.world.recording is None:
-            self.world.synchronize()
-            out.copy_from(a.numpy() @ b.numpy())
 
     def gathered(self, x, out):
         if self.world.recording is None:
@@ -232,9 +226,6 @@ class OnTheHost:
             total = np.sum(self.everybody(x), axis=0)
             out.copy_from(np.split(total, self.world.size)[self.world.rank])
 
-    def close(self):
-        self.ended = True
-
 
 @worlds(2)
 @pytest.mark.parametrize("nccl", [True, False])
@@ -243,9 +234,16 @@ def case_products_of_cublas(world, nccl):
     if world.backend != "host":
         pytest.skip("on GPUs `tdx bench` itself shows it")
     there = OnTheHost(world)
+
+    def multiply(a, b, out):
+        if world.recording is None:
+            world.synchronize()
+            out.copy_from(a.numpy() @ b.numpy())
+
     for operation in PRODUCTS:
         bench = bench_of(world, operation, "8,12,16")
-        bench.peers.products = CublasProducts(world, there, there if nccl else None)
+        bench.peers.products = CublasProducts(world, there if nccl else None)
+        bench.peers.products.multiply = multiply
         (row,) = importlib.import_module(f"tdx.bench.{operation}").rows(bench)
         assert not row.keys() & {"error", "failed"}, row
         names = {"library", "tdx+library"} | ({"nccl+library"} if nccl else set())
@@ -254,34 +252,23 @@ def case_products_of_cublas(world, nccl):
         said = "no collectives to compare with (no CuPy): those columns are empty"
         assert notes == ([] if nccl else [said])
     bench.peers.close()
-    assert there.ended
 
 
 @worlds(1, 2)
 def case_without_pytorch(world):
     """cuBLAS is taken if it is there; what is not there is said."""
-    if not importlib.util.find_spec("cuda"):
-        skip("cuda-bindings is not installed")
-    name = f"libcublas.so.{cuda_release()}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", None)
         patch.setattr(importlib.util, "find_spec", lambda name: None)
-        patch.setattr(cublas, "Cublas", lambda world, library: SimpleNamespace(name=library))
-        patch.setattr(cublas.ctypes, "CDLL", lambda path: CDLL(f"/nowhere/{path}"))
+        patch.setattr(peers_of, "start_library", lambda world: world.no_such_library)
         peers = _without_torch(world, "no PyTorch")
         assert (peers.missing, peers.names) == ("no PyTorch; CuPy is not installed", "")
-        assert f"no {name}: install the extra cublas" in peers.products.missing
+        assert "no_such_library" in peers.products.missing
         assert peers.products.matmul(None, None, None) == {}
-        patch.setattr(cublas, "load", lambda release: f"cuBLAS {release}")
+        patch.setattr(peers_of, "start_library", lambda world: SimpleNamespace(name="cuBLAS 13"))
         peers = _without_torch(world, "no PyTorch")
-        assert peers.names == f"cuBLAS {cuda_release()}"
+        assert peers.names == "cuBLAS 13"
         assert set(peers.products.matmul(None, None, None)) == {"library"}
-
-
-def cuda_release():
-    from tdx.runtime.driver.cuda_device import cu
-
-    return cu.CUDA_VERSION // 1000
 
 
 def cupy_of(world):

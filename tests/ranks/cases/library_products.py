@@ -10,7 +10,7 @@ from tdx.kernels.library_product import may_multiply
 from tdx.kernels.matmul import Config
 from tdx.kernels.product import Product
 from tdx.runtime.errors import CollectiveMismatch, InvalidArgument, Unsupported
-from tests.helpers.cases import host_only, limit, skip, worlds
+from tests.helpers.cases import host_only, isolated, limit, skip, worlds
 from tests.helpers.reference import assert_same_bits, product, values
 
 F8 = "float8_e4m3fn"
@@ -136,6 +136,47 @@ def case_plans(world, kind, algorithm, rows, dtype):
             graph.replay()
         assert_same_bits(plan._out.numpy() if not gathers else plan._outs[0].numpy(), first)
         world.barrier()
+
+
+@pytest.mark.gpu
+@worlds(2)
+@limit(120)
+@pytest.mark.parametrize(("kind", "algorithm", "rows"), PLANS)
+def case_recorded_at_once(world, kind, algorithm, rows):
+    """Before any call: cuBLAS loads its code while a graph is being recorded."""
+    needs_library(world)
+    k, n = (4096, 1024) if algorithm != "unfused" else (256, 512)  # which no other case has
+    shape = (rows if kind == "AllGatherMatmul" else rows * world.size, k)
+    x, y = (world.array(values(3, s, "float16"), symmetric=False) for s in (shape, (k, n)))
+    plan = getattr(tdx, kind)(world, shape, (k, n), "float16", algorithm=algorithm, library=True)
+    with tdx.graph(world) as graph:
+        got = plan(x, y)
+    graph.replay()
+    first = got.numpy()
+    assert_same_bits(plan(x, y).numpy(), first)
+    wanted = product(x.numpy(), y.numpy())
+    if kind == "AllGatherMatmul":
+        wanted = np.concatenate([wanted] * world.size)
+    else:
+        wanted = wanted * world.size
+    if kind == "MatmulReduceScatter":
+        wanted = wanted[world.rank * rows : (world.rank + 1) * rows]
+    close(got, wanted, "float16")
+    world.barrier()
+
+
+@pytest.mark.gpu
+@isolated
+@worlds(1, 2)
+def case_worlds_one_after_the_other(comm, backend):
+    """Each starts cuBLAS, and ends it."""
+    for salt in range(3):
+        with tdx.init(comm, backend=backend) as world:
+            needs_library(world)
+            x, y = (world.array(values(salt, (64, 64), "float32")) for _ in range(2))
+            close(tdx.matmul(x, y, library=True), product(x.numpy(), y.numpy()), "float32")
+            gathered = tdx.all_gather_matmul(x, y, library=True, algorithm="unfused")
+            assert gathered.shape == (64 * world.size, 64)
 
 
 @pytest.mark.gpu

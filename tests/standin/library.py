@@ -1,0 +1,176 @@
+"""Scenarios of products by cuBLAS: what it is called with, over the stand-in for it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.standin.ranks import Rank, scenario
+
+F8 = "float8_e4m3fn"
+_FIELDS = ("a", "b", "c", "bias", "scale_a", "scale_b", "workspace", "stream", "rows", "columns",
+           "depth", "type")  # fmt: skip
+
+
+class Library:
+    """The stand-in for cuBLASLt, which this process has loaded."""
+
+    def __init__(self) -> None:
+        from tdx.runtime.driver.cuda_device import cu
+
+        self._library = ctypes.CDLL(f"libcublasLt.so.{cu.CUDA_VERSION // 1000}")
+
+    def __getitem__(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self._library, f"fakecublas_{name}").value
+
+    def calls(self) -> Iterator[dict[str, int]]:
+        """Those since it was asked last."""
+        count = ctypes.c_int.in_dll(self._library, "fakecublas_count")
+        log = (ctypes.c_uint64 * (256 * len(_FIELDS))).in_dll(self._library, "fakecublas_log")
+        for i in range(count.value):
+            entry = log[i * len(_FIELDS) : (i + 1) * len(_FIELDS)]
+            yield dict(zip(_FIELDS, entry, strict=True))
+        count.value = 0
+
+
+@scenario(1)
+def products_of_cublas(rank: Rank) -> None:
+    """Right values in float32, however operands lie; nothing of it is left behind."""
+    import tdx
+
+    library = Library()
+    with rank.leaves_modules():
+        world = rank.init()
+        rng = np.random.default_rng(0)
+        a, b, bias = (rng.integers(-4, 5, s).astype(np.float32) for s in ((8, 12), (12, 20), (20,)))
+        x, y, z = (world.array(v, symmetric=False) for v in (a, b, bias))
+        x2, y2 = (world.array(v.T.copy(), symmetric=False).T for v in (a, b))
+        world.synchronize()  # the stand-in computes while it is called
+        for left, right in ((x, y), (x2, y), (x, y2), (x2, y2)):
+            out = tdx.matmul(left, right, bias=z, library=True)
+            assert (out.numpy() == a @ b + bias).all()
+        part = tdx.matmul(x[4:], y, library=True)
+        assert (part.numpy() == a[4:] @ b).all()
+        handles = {call["stream"] for call in library.calls()}
+        assert handles == {world.stream.handle}
+        side = world.new_stream()
+        with world.on(side):
+            tdx.matmul(x, y, library=True)
+        with tdx.graph(world) as graph:
+            tdx.matmul(x, y, library=True)
+        graph.replay()
+        first, second = library.calls()
+        assert (first["stream"], second["stream"]) != (world.stream.handle,) * 2
+        assert first["workspace"] == second["workspace"] != 0
+        assert library["handles"] == 1
+        world.close()
+        del x, y, z, x2, y2, out, part, left, right, graph, side
+    assert (library["handles"], library["live"]) == (0, 0)
+
+
+@scenario(1)
+def when_cublas_is_chosen(rank: Rank) -> None:
+    """Where the product is large enough, unless a config, the option or the setting says no."""
+    import tdx
+    from tdx.kernels.matmul import Config
+
+    library = Library()
+    world = rank.init()
+    large, small = (world.zeros((n, n), "bfloat16", symmetric=False) for n in (1024, 128))
+    chosen = tdx.config.cublas
+    try:
+        for setting, x, options, wanted in [
+            (True, large, {}, 1), (True, small, {}, 0), (True, small, {"library": True}, 1),
+            (True, large, {"library": False}, 0), (True, large, {"config": Config(64, 64, 64)}, 0),
+            (True, large, {"activation": "relu"}, 0), (False, large, {}, 0),
+            (False, large, {"library": True}, 1),
+        ]:  # fmt: skip
+            tdx.config.cublas = setting
+            world.plans.clear()
+            tdx.matmul(x, x, **options)
+            assert len(list(library.calls())) == wanted, (setting, options)
+    finally:
+        tdx.config.cublas = chosen
+        world.close()
+
+
+@scenario(1)
+def a_cublas_that_fails(rank: Rank) -> None:
+    """Its errors name the call; one that does not start is told, and no product is wrong."""
+    import tdx
+
+    library = Library()
+    status = ctypes.c_int.in_dll(library._library, "fakecublas_status")
+    world = rank.init()
+    x = world.zeros((16, 16), "float32", symmetric=False)
+    status.value = 14
+    with pytest.raises(tdx.errors.DriverError, match="cublasLtCreate gives CUBLAS_STATUS_INTERNAL"):
+        tdx.matmul(x, x, library=True)
+    status.value = 0
+    tdx.matmul(x, x, library=True)
+    status.value = 14
+    with pytest.raises(tdx.errors.DriverError, match="cublasLtMatmul gives CUBLAS_STATUS_INTERNAL"):
+        tdx.matmul(x, x, library=True)
+    status.value = 0
+    list(library.calls())
+    world.close()
+
+
+@scenario(2)
+def plans_with_cublas(rank: Rank) -> None:
+    """Every rank's rows where they lie, in the order in which they come or are sent."""
+    import tdx
+
+    library = Library()
+    world = rank.init()
+    size, me, n, k = world.size, world.rank, 64, 4096
+    rows, order = 1024, [(rank.rank + hop) % rank.size for hop in range(rank.size)]
+
+    def run(kind: Any, m: int, algorithm: str, dtype: str) -> tuple[Any, Any, list[dict[str, int]]]:
+        given = {"scale_a": 2.0, "scale_b": 3.0} if dtype == F8 else {}
+        x = world.zeros((m, k), dtype, symmetric=False)
+        y = world.zeros((n, k), dtype, symmetric=False).T
+        plan = kind(world, x.shape, y.shape, dtype, algorithm=algorithm, library=True)
+        for _ in range(2):
+            plan(x, y, **given)
+        calls = list(library.calls())
+        half = len(calls) // 2
+        assert calls[:half] == calls[half:]
+        assert all(call["b"] == y.data_ptr() for call in calls)
+        return plan, x, calls[:half]
+
+    for dtype, width in ((F8, 1), ("bfloat16", 2)):
+        plan, x, calls = run(tdx.AllGatherMatmul, rows, "fused", dtype)
+        gathered, out = plan._gathering.buffer.data_ptr(), plan._outs[0].data_ptr()
+        assert [c["rows"] for c in calls] == [rows] * size
+        places = [gathered + r * rows * k * width for r in order]
+        assert [c["a"] for c in calls] == [x.data_ptr(), *places[1:]]
+        assert [c["c"] for c in calls] == [out + r * rows * n * 2 for r in order]
+        if dtype == F8:
+            scales = plan._gathering.scales.data_ptr()
+            assert [c["scale_a"] for c in calls] == [scales + 4 * r * rows for r in order]
+        else:
+            _, x, (call,) = run(tdx.AllGatherMatmul, 16, "unfused", dtype)
+            assert (call["rows"], call["depth"], call["columns"]) == (16 * size, k, n)
+        for kind, algorithm in (
+            (tdx.MatmulReduceScatter, "fused"), (tdx.MatmulAllReduce, "copy_engine"),
+        ):  # fmt: skip
+            plan, x, calls = run(kind, rows * size, algorithm, dtype)
+            outgoing = plan._way.shared[1].data_ptr()
+            owners = [*order[1:], me]
+            assert [c["a"] for c in calls] == [x.data_ptr() + r * rows * k * width for r in owners]
+            assert [c["c"] for c in calls] == [outgoing + r * rows * n * 2 for r in owners]
+        for kind in (tdx.MatmulReduceScatter, tdx.MatmulAllReduce):
+            plan, x, (call,) = run(kind, 16, "unfused", dtype)
+            assert (call["a"], call["c"]) == (x.data_ptr(), plan._way._sums.data_ptr())
+        for kind, algorithm in ((tdx.AllGatherMatmul, "one_kernel"),
+                                (tdx.MatmulAllReduce, "two_shot")):  # fmt: skip
+            words = f'library=True: "{algorithm}" multiplies in the kernel that communicates'
+            with pytest.raises(tdx.errors.Unsupported, match=words):
+                kind(world, (32, k), (k, n), dtype, algorithm=algorithm, library=True)
+            world.barrier()
+    world.close()
