@@ -136,6 +136,8 @@ class AllGatherMatmul(Plan):
             following = chunks_per_rank is not None or trace
             if algorithm not in (None, "fused") and following:
                 raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
+            if trace and self.product.library:
+                raise InvalidArgument("trace is of a kernel of tdx, not with library=True")
             *lead, self._depth = self.shape_a
             self._rows, size = elements(lead), self.group.size
             line = self._depth * self.dtype.itemsize
@@ -143,7 +145,9 @@ class AllGatherMatmul(Plan):
             if chunks_per_rank is None:
                 chunks_per_rank = gather_chunks(world.backend, nbytes, line, size - 1)
             chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
-            self.algorithm = algorithm or ("fused" if following else self._choose(nbytes, config))
+            self.algorithm = algorithm or (
+                "fused" if following else self._choose(nbytes, chunks, config)
+            )
             check_config(config, "" if self.algorithm == "unfused" else self.algorithm)
             parts = 1 if self.algorithm == "unfused" else size
             rows, self._widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
@@ -158,7 +162,7 @@ class AllGatherMatmul(Plan):
             self._traced = trace
             shared.update(a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype)
             shared.update(given_algorithm=algorithm, algorithm=self.algorithm)
-            shared.update(row_scales=self._row_scales)
+            shared.update(row_scales=self._row_scales, library=self.product.library)
             if self.algorithm == "fused":  # what the rows of a chunk follow from
                 usual = power_of_two(min(rows, constants(world.backend).tile[0]))
                 self._multiple = config.block_m if config else usual
@@ -168,13 +172,15 @@ class AllGatherMatmul(Plan):
         with self.preparation():
             self._build(chunks, buffer)
 
-    def _choose(self, nbytes: int, config: Config | None) -> str:
+    def _choose(self, nbytes: int, chunks: int, config: Config | None) -> str:
         backend, rows, size = self.world.backend, self._rows, self.group.size
         if splits(config):
             return "unfused"
+        if self.product.library:
+            sent = size > 1 and nbytes // chunks >= constants(backend).engine_bytes
+            return "fused" if sent and not follows(backend, rows, nbytes, size) else "unfused"
         # scales of rows need another kernel first; not measured
-        alone = self.product.scaled or self.product.library
-        if one_kernel(backend, rows, nbytes, size) and not alone:
+        if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
             return "one_kernel"
         if self.product.scaled and rows > _FEWEST and nbytes >= constants(backend).engine_bytes:
             return "fused"
@@ -213,7 +219,7 @@ class AllGatherMatmul(Plan):
         self._memory += [array._block for array in self._split]
         for i, (_, n) in enumerate(self.shapes_b):
             if self.product.prepares(self.config, (size * self._rows, n, depth, depth, 1, n, 1)):
-                self._load(i, (n, 1), 0, self.product.bias_dtype, True)
+                self._load(i, (n, 1), 0, self.product.bias_dtype, True, True)
 
     def __call__(
         self, a: Any, b: Any, out: Any = None, stream: Any = None, *, bias: Any = None,
@@ -258,8 +264,9 @@ class AllGatherMatmul(Plan):
             )
             left, step = product.check_scale(world, scale_a, self.shape_a[:-1], "scale_a", x)
             if product.scaled and self._row_scales != step:
+                given = "a scale for each row" if step else "one for all rows"
                 raise InvalidArgument(
-                    f"the plan was made with row_scales={self._row_scales}; pass just that"
+                    f"scale_a has {given}; the plan was made with row_scales={self._row_scales}"
                 )
             products: list[Any] = []
             for i, (k, n) in enumerate(self.shapes_b):
@@ -267,8 +274,9 @@ class AllGatherMatmul(Plan):
                 to = self.output(outs[i], self._outs[i], self.out_shapes[i], product.out_dtype)
                 vector = product.check_bias(world, biases[i], n, x)
                 right, step_b = product.check_scale(world, scales[i], (n,), "scale_b", x)
-                aligned = begin_aligned(y, to, vector, *([right] if step_b else ()))
-                key = (i, y.strides, step_b, vector.dtype, aligned)
+                others = [op for op, used in ((vector, product.bias), (right, step_b)) if used]
+                aligned = (begin_aligned(y), begin_aligned(y, to, *others))
+                key = (i, y.strides, step_b, vector.dtype, *aligned)
                 products.append((key, y, to, vector, right))
             check_products_apart(self.operation, self._shown[0], x, left, products)
             ops = (x, left, *(op for p in products for op in p[1:]))
@@ -291,10 +299,14 @@ class AllGatherMatmul(Plan):
         return key not in self._kernels and (self.shapes_b[key[0]][1] > 0 or key[0] == self._pusher)
 
     def _load(
-        self, i: int, strides: tuple[int, ...], step: int, bias: np.dtype, aligned: bool
-    ) -> Callable[..., None] | None:
-        """The product with b number `i`, so laid out, bound at first use; None if empty."""
-        key = (i, strides, step, bias, aligned)
+        self, i: int, strides: tuple[int, ...], step: int, bias: np.dtype, aligned: bool,
+        all_aligned: bool,
+    ) -> Callable[..., None] | None:  # fmt: skip
+        """The product with b number `i`, so laid out, bound at first use; None if empty.
+
+        `aligned`: b begins at a multiple of 16 bytes; `all_aligned`: all that cuBLAS reads does.
+        """
+        key = (i, strides, step, bias, aligned, all_aligned)
         if self._lacks(*key):
             product, config, (k, n) = self.product, self.config, self.shapes_b[i]
             sizes = (self.group.size * self._rows, n, k, k, 1, *strides)
@@ -305,28 +317,18 @@ class AllGatherMatmul(Plan):
             if isinstance(gathering, GatheringProduct):
                 run = gathering.bind(self, product, config, i, *layout)
             elif isinstance(gathering, Gathering):
-                trace = (self._traces[i], self._traced)
-                run = self._library(sizes, step, bias, aligned) or bind_chunks(
-                    self, gathering, product, config, *trace, *layout
-                )
+                steps, trace = (int(self._row_scales), step), (self._traces[i], self._traced)
+                library = None if self._traced else bind_library_chunks(
+                    self, gathering, product, self._pinned, sizes, steps, bias, all_aligned
+                )  # fmt: skip
+                run = library or bind_chunks(self, gathering, product, config, *trace, *layout)
             else:
-                library = library_product(
-                    self.world, product, self._pinned, sizes, (1, step), bias, aligned
+                whole = library_product(
+                    self.world, product, self._pinned, sizes, (1, step), bias, all_aligned
                 )
-                run = gathering.bind(self, product, config, self._split, *layout, library)
+                run = gathering.bind(self, product, config, self._split, *layout, whole)
             self._kernels[key] = run
         return self._kernels.get(key)
-
-    def _library(
-        self, sizes: Sequence[int], step: int, bias: np.dtype, aligned: bool
-    ) -> Callable[..., None] | None:
-        """The products of a Gathering's rows by cuBLAS, if it is to make them."""
-        if self._traced or not isinstance(self._gathering, Gathering):
-            return None
-        steps = (int(self._row_scales), step)
-        return bind_library_chunks(
-            self, self._gathering, self.product, self._pinned, sizes, steps, bias, aligned
-        )
 
     def gathered(self, stream: Any = None) -> Array:
         """The gathered a of the last call, (size * m, ..., K): valid until the next, or a fault.

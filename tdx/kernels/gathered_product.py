@@ -62,4 +62,5 @@ def _has_row_scales(a: Any, scale: Any) -> bool:
     """Whether a call passes a scale for each row of `a`."""
     if a.dtype.itemsize > 1:  # no float8: the plan says that there are no scales
         return False
-    return not (scale is None or isinstance(scale, Real) or scale.shape in ((), (1,)))
+    one = scale is None or isinstance(scale, Real)
+    return not one and getattr(scale, "shape", ()) not in ((), (1,))

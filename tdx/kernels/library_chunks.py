@@ -10,7 +10,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.gathering import Gathering
-from tdx.kernels.library_product import library_product
+from tdx.kernels.library_product import library_product, refused
 from tdx.kernels.operand import Operand
 from tdx.kernels.plan import Plan
 from tdx.kernels.product import Config, Product
@@ -39,11 +39,13 @@ def bind_library_chunks(
     """
     size, me = plan.group.size, plan.group.rank
     rows, n, k = sizes[0] // size, *sizes[1:3]
+    if not gathering.engines:
+        if product.library:
+            raise refused('no copy engine sends parts so short; pass algorithm="unfused"')
+        return None
     part = rows * k * product.dtype.itemsize  # bytes from one rank's rows to the next one's
     out = rows * n * product.out_dtype.itemsize
-    aligned = aligned and not (part % 16 or out % 16)
-    if not gathering.engines:
-        return None
+    aligned = aligned and not any(x % 16 for x in (part, out, 4 * rows * steps[0]))
     pays = product.scaled or rows * n >= _LEAST
     multiply = library_product(
         plan.world, product, config, (rows, *sizes[1:]), steps, bias, aligned, pays

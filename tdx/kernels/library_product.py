@@ -23,10 +23,18 @@ from tdx.runtime.driver.cublas import ALIGNMENT, Cublas, Gemm, Layout, Unfit, lo
 from tdx.runtime.errors import DriverError, Unsupported
 from tdx.runtime.world import World
 
-__all__ = ["LibraryProduct", "check_library", "library_product", "may_multiply", "start_library"]
+__all__ = [
+    "LibraryProduct",
+    "check_library",
+    "library_product",
+    "may_multiply",
+    "refused",
+    "start_library",
+]
 
 _EACH_ARCH = "sm_90"  # which has scales of rows and columns
-# Measured on H100s: least multiplications, and rows if each has a scale, for which it pays
+# Measured on H100s: least multiplications, of which fewer take the host longer than the GPU, and
+# rows if each has a scale
 _LEAST, _LEAST_EACH = 1 << 28, 256
 
 
@@ -39,11 +47,14 @@ class LibraryProduct:
         What it uses besides operands, one call at a time.
     """
 
-    def __init__(self, world: World, gemm: Gemm):
+    def __init__(self, world: World, gemm: Gemm, nbytes: int):
+        """`nbytes`: the memory of its largest operand."""
         self._gemm, self._driver = gemm, world.driver
         size = gemm.workspace
         self.memory = [world.empty((size,), "int8", symmetric=False)] if size else []
         self._workspace = self.memory[0]._address if size else 0
+        if world.recording is None:
+            self._load(world, nbytes)
 
     def __call__(
         self, stream: int, a: Operand, b: Operand, c: Operand, bias: Operand, scale_a: Operand,
@@ -61,7 +72,15 @@ class LibraryProduct:
             self._gemm(stream, a, b, c, bias, scale_a, scale_b, self._workspace)
 
     def prepare(self, *operands: Any) -> None:
-        """Its code is loaded by cuBLAS."""
+        """Nothing is left to load."""
+
+    def _load(self, world: World, nbytes: int) -> None:
+        """Multiply what lies anywhere: cuBLAS loads code as it queues a product.
+
+        Loading may have to wait for kernels that run, which may wait for the product, or for peers.
+        """
+        scratch = world.empty((nbytes,), "int8", symmetric=False)
+        self.at(world.driver.current_stream(), *(scratch._address,) * 6)
 
 
 def start_library(world: World) -> Cublas:
@@ -82,18 +101,27 @@ def _start(world: World) -> tuple[Cublas | None, str]:
         return None, f"cuBLAS is for NVIDIA GPUs, not for the {world.backend} backend"
     from tdx.runtime.driver.cuda_device import cu
 
-    try:
-        library = load(int(cu.CUDA_VERSION) // 1000)
-    except DriverError as error:
-        return None, str(error)
+    reasons = []
+    for release in dict.fromkeys((int(cu.CUDA_VERSION) // 1000, 13, 12)):
+        try:
+            library = load(release)
+            with world.driver.using():
+                cublas = Cublas(library)
+        except DriverError as error:
+            reasons.append(str(error))
+        else:
+            world.teardown.add(_close, world, cublas)
+            return cublas, ""
+    return None, reasons[0]
+
+
+def _close(world: World, cublas: Cublas) -> None:
     with world.driver.using():
-        cublas = Cublas(library)
-    world.teardown.add(cublas.close)
-    return cublas, ""
+        cublas.close()
 
 
 def may_multiply(world: World, product: Product, config: Config | None) -> bool:
-    """Whether cuBLAS is there for a product, if that is faster. Ranks that ask have the same."""
+    """Whether cuBLAS is there for a product, if that is faster. Ranks may have to agree on it."""
     if config is not None or product.library is False:
         return False
     return bool(product.library or settings.cublas) and _library_of(world)[0] is not None
@@ -117,22 +145,24 @@ def check_library(
     elif product.activation is not None:
         reason = f"activation={product.activation!r} is no part of its products here"
     if cublas is None or reason:
-        raise _refused(reason)
+        raise refused(reason)
 
 
 def library_product(
     world: World, product: Product, config: Config | None, sizes: Sequence[int],
-    steps: tuple[int, int], bias: np.dtype, aligned: bool, pays: bool = True,
+    steps: tuple[int, int], bias: np.dtype, aligned: bool, pays: bool | None = None,
 ) -> LibraryProduct | None:  # fmt: skip
     """The product of `sizes` by cuBLAS; None if one of ours is to run.
 
     `config`: what the caller pinned; `sizes`, `steps`: see Product; `bias`: its type; `aligned`:
-    all operands begin at multiples of 16 bytes; `pays`: whether the operation gains by it.
+    what cuBLAS reads and writes begins at multiples of 16 bytes; `pays`: whether the operation
+    gains by it, None: if the product is large.
     """
     rows, n, k = sizes[:3]
     if product.library is None:
-        # two calls of a library for each product cost the host more than small ones take
-        pays &= rows * n * k >= _LEAST and (not any(steps) or rows >= _LEAST_EACH)
+        if pays is None:
+            pays = rows * n * k >= _LEAST
+        pays &= not any(steps) or rows >= _LEAST_EACH
         if not (pays and may_multiply(world, product, config)):
             return None
     elif not product.library:
@@ -142,16 +172,17 @@ def library_product(
         reason = _unfit(world, product, sizes, steps, bias, aligned)
         if not reason:
             try:
-                layout = _layout(product, sizes, steps)
-                return LibraryProduct(world, Gemm(cublas, layout))
+                gemm = Gemm(cublas, _layout(product, sizes, steps))
+                return LibraryProduct(world, gemm, _most_bytes(product, sizes))
             except Unfit as error:
                 reason = str(error)
     if product.library:
-        raise _refused(reason)
+        raise refused(reason)
     return None
 
 
-def _refused(reason: str) -> Unsupported:
+def refused(reason: str) -> Unsupported:
+    """What library=True raises if cuBLAS cannot multiply."""
     return Unsupported(f"library=True: {reason}; leave it None for the kernels of tdx")
 
 
@@ -175,10 +206,24 @@ def _unfit(
         if unit != 1 or (step < length and lines > 1):
             return f"strides {strides}: lines of a or b lie into each other, or apart both ways"
     if product.scaled and steps[0] != steps[1]:
-        return "one operand has a scale for each line, the other one for all"
+        return (
+            "a has a scale for each row, as rows have that were gathered first, and b has one for "
+            "all, or the other way round"
+        )
     if any(steps) and world.device.arch != _EACH_ARCH:
         return f"scales of rows and columns are for {_EACH_ARCH}, not {world.device.arch}"
     return ""
+
+
+def _most_bytes(product: Product, sizes: Sequence[int]) -> int:
+    """The memory of the largest of a, b and c, of vectors too."""
+    rows, n, k, *strides = sizes
+    a, b = (
+        1 + (lines - 1) * step + (length - 1) * unit
+        for lines, length, step, unit in ((rows, k, *strides[:2]), (k, n, *strides[2:]))
+    )
+    size, out = product.dtype.itemsize, product.out_dtype.itemsize
+    return max(a * size, b * size, rows * n * out, 4 * rows, 4 * n)
 
 
 def _layout(product: Product, sizes: Sequence[int], steps: tuple[int, int]) -> Layout:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush
-from tdx.kernels.library_product import LibraryProduct, library_product
+from tdx.kernels.library_product import LibraryProduct, library_product, refused
 from tdx.kernels.operand import Operand
 from tdx.kernels.product import blocks_for
 from tdx.kernels.reduced_product import ReducedProduct
@@ -26,7 +26,7 @@ from tdx.runtime.driver.base import Bound
 if TYPE_CHECKING:
     from tdx.kernels.matmul_reduce_scatter import Fused
 
-__all__ = ["LibrarySums", "bind_library_sums"]
+__all__ = ["bind_library_sums"]
 
 _WIDTH = 64  # most columns of a tile that are added at a time
 
@@ -91,19 +91,27 @@ def sum_kernel(
 def bind_library_sums(
     plan: ReducedProduct, fused: Fused, sizes: Sequence[int], steps: tuple[int, int],
     bias: np.dtype, aligned: bool,
-) -> LibrarySums | None:  # fmt: skip
+) -> _LibrarySums | None:  # fmt: skip
     """What is called as fused_kernel; None if that is to run.
 
-    `sizes`, `steps`: see Product; `bias`: its type; `aligned`: all operands begin so.
+    `sizes`, `steps`: see Product; `bias`: its type; `aligned`: what cuBLAS reads begins at
+    multiples of 16 bytes.
     """
     group, own = plan.group, plan.partial_product
     whole, n, k, *strides = sizes
+    reason = ""
+    if fused.push is None:
+        reason = "there is nothing to send"
+    elif whole != group.size * fused.rows:
+        reason = f"{whole} rows are no multiple of the {group.size} ranks"
+    if reason:
+        if plan.product.library:
+            raise refused(f'{reason}; "unfused" takes it')
+        return None
     begin = fused.rows * strides[0] * plan.dtype.itemsize  # bytes to the next rank's rows of a
     part = fused.rows * n * own.out_dtype.itemsize
     scales = 4 * fused.rows * steps[0]
     aligned = aligned and not any(x % 16 for x in (begin, part, scales))
-    if whole != group.size * fused.rows:  # of other rows it would load more code: see LibrarySums
-        return None
     multiply = library_product(
         plan.world, own, plan.pinned, (fused.rows, n, k, *strides), steps, plan.dtype, aligned,
         own.scaled,  # of other types our kernel, which adds as it multiplies, is faster
@@ -113,12 +121,13 @@ def bind_library_sums(
     plan.use(multiply.memory)
     shared = fused.shared
     outgoing, finished, handle = shared[1], shared[2], shared[-1]
+    order = [(group.rank + hop) % group.size for hop in range(1, group.size + 1)]  # own rows last
     tell = [
         plan.bind(
             done_kernel, 1, (), finished, handle, rank, len(fused.counts), fused.counts[0],
             fused.counts[-1], num_warps=1,
         )
-        for rank in range(group.size)
+        for rank in order[:-1]
     ]  # fmt: skip
     config = plan.config
     tiles = config.tiles(fused.rows, n)
@@ -128,51 +137,34 @@ def bind_library_sums(
         WIDTH=min(_WIDTH, config.block_n), EVEN=n % 16 == 0, CHUNK=fused.chunk,
         OWN_CHUNK=fused.own_chunk, num_warps=config.num_warps, **plan.product.constants,
     )  # fmt: skip
-    return LibrarySums(group.rank, multiply, tell, add, outgoing, (begin, part, scales))
+    return _LibrarySums(multiply, order, tell, add, outgoing, (begin, part, scales))
 
 
-class LibrarySums:
-    """The products for all ranks, and the sum.
-
-    cuBLAS loads its code as it queues the first product, and may have to wait for what runs: so
-    nothing that waits for a product is queued before `begin`.
-    """
+class _LibrarySums:
+    """The products for all ranks in `order`, and the sum."""
 
     def __init__(
-        self, rank: int, multiply: LibraryProduct, tell: Sequence[Bound], add: Bound,
+        self, multiply: LibraryProduct, order: Sequence[int], tell: Sequence[Bound], add: Bound,
         outgoing: Array, parts: tuple[int, int, int],
     ):  # fmt: skip
-        self._multiply, self._tell, self._add = multiply, tell, add
+        self._multiply, self._order, self._tell, self._add = multiply, order, tell, add
         self._outgoing, self._parts = outgoing, parts
-        self._order = [(rank + hop) % len(tell) for hop in range(1, len(tell) + 1)]
-
-    def begin(
-        self, stream: int, a: Operand, b: Operand, scale_a: Operand, scale_b: Operand, *_: Operand
-    ) -> None:
-        """Queue the first rank's product."""
-        self._queue(stream, self._order[0], a, b, scale_a, scale_b)
 
     def __call__(
         self, stream: int, a: Operand, b: Operand, scale_a: Operand, scale_b: Operand, c: Operand,
         bias: Operand,
     ) -> None:  # fmt: skip
-        """Queue the others, the own one last, and the sum."""
-        self._tell[self._order[0]](stream)
-        for rank in self._order[1:]:
-            self._queue(stream, rank, a, b, scale_a, scale_b)
-            if rank != self._order[-1]:
-                self._tell[rank](stream)
+        """Queue them."""
+        begin, part, scales = self._parts
+        for i, rank in enumerate(self._order):
+            self._multiply.at(
+                stream, a.address + rank * begin, b.address, self._outgoing._address + rank * part,
+                0, scale_a.address + rank * scales, scale_b.address,
+            )  # fmt: skip
+            if i < len(self._tell):
+                self._tell[i](stream)
         self._add(stream, c, bias)
 
-    def _queue(
-        self, stream: int, rank: int, a: Operand, b: Operand, scale_a: Operand, scale_b: Operand
-    ) -> None:
-        begin, part, scales = self._parts
-        self._multiply.at(
-            stream, a.address + rank * begin, b.address, self._outgoing._address + rank * part, 0,
-            scale_a.address + rank * scales, scale_b.address,
-        )  # fmt: skip
-
     def prepare(self, *operands: Operand) -> None:
-        """Load the kernel that adds; cuBLAS loads its own."""
+        """Load the kernel that adds."""
         self._add.prepare(*operands[4:])

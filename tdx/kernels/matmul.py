@@ -14,6 +14,8 @@ of a tile depend on its inputs only: not on the rank, the run, or how many block
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -200,8 +202,9 @@ def matmul(
         check_apart("matmul", to, x, y, vector, left, right)
         run, memory = ready.kernel(ops, (step_a, step_b), call.stream)
         handle = call.handle()
-        enter(world, handle, *ops, *memory)
-        run(handle, *ops)
+        with ready.lock if memory else contextlib.nullcontext():  # that another stream has it
+            enter(world, handle, *ops, *memory)
+            run(handle, *ops)
     return call.finish(target)
 
 
@@ -230,12 +233,14 @@ class _Prepared:
         self._config = self.product.tile(config, world, rows, n, k, described=fits)
         self._described = self.product.described(world, self._config, self._sizes, aligned)
         self._kernels: dict[Any, tuple[Bound, list[Operand]]] = {}
+        self.lock = threading.Lock()  # for memory that calls share, from entering to queueing
 
     def kernel(
         self, ops: Sequence[Operand], steps: tuple[int, int], stream: Any
     ) -> tuple[Bound, list[Operand]]:
         """For operands a, b, c, bias and scales, which lie so many elements apart; its memory."""
-        aligned = self._aligned and begin_aligned(*ops[2:4], *(ops[4:] if any(steps) else ()))
+        others = (*ops[2 : 3 + self.product.bias], *(ops[4:] if any(steps) else ()))
+        aligned = self._aligned and begin_aligned(*others)
         key = (ops[3].dtype, steps, aligned)
         known = self._kernels.get(key)
         if known is None:

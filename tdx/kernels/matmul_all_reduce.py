@@ -53,7 +53,7 @@ from tdx.runtime.driver.base import Bound
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
 ALGORITHMS = ("one_shot", "two_shot", "copy_engine", "unfused")
-_FIRST = ((16, 4096), 512)  # up to so many rows, of so many columns; float8: from so many on
+_FIRST = ((16, 1 << 16), 512)  # up to so many rows, if of so many elements; float8: from so many
 
 
 @triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
@@ -147,7 +147,8 @@ class MatmulAllReduce(ReducedProduct):
             owned = count * partial // size
             fits = config is None or config.block_m <= limits.gathered_rows
             few = follows(backend, -(-self._rows // size), owned, size)
-            if size > 1 and fits and not few and owned >= limits.summed_bytes:
+            engines = size > 1 and fits and not few and owned >= limits.summed_bytes
+            if engines and not (self.product.library and self._rows % size):
                 algorithm = "copy_engine"
             elif self.product.library or (self._is_first() and self.has_library()):
                 algorithm = "unfused"
@@ -164,10 +165,11 @@ class MatmulAllReduce(ReducedProduct):
 
     def _is_first(self) -> bool:
         """Whether a product by cuBLAS, then an all-reduce take less time; on two H100s."""
-        (few, columns), many = _FIRST
+        (few, least), many = _FIRST
+        columns = self.shape_b[1]
         if self._rows <= few:
-            return self.shape_b[1] >= columns
-        return self.product.scaled and self._rows >= many
+            return self.group.size > 1 and self._rows * columns >= least
+        return self.product.scaled and self._rows >= many and columns % 16 == 0
 
     def _build(self) -> Way:
         if self.algorithm == "unfused":

@@ -36,7 +36,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush, enter_kernel
-from tdx.kernels.library_sums import LibrarySums, bind_library_sums
+from tdx.kernels.library_sums import bind_library_sums
 from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, blocks_for
@@ -229,8 +229,10 @@ class MatmulReduceScatter(ReducedProduct):
             algorithm = "unfused"
         elif algorithm is None:  # whatever K_local is, which may differ between ranks
             algorithm = self._usual(splits(tile(_LONG, split=True)))
-            first = self.product.scaled and self._rows >= _FIRST
-            if algorithm != "fused" and (self.product.library or (first and self.has_library())):
+            large = self.product.scaled and self._rows >= _FIRST and columns % 16 == 0
+            if algorithm != "fused" and (large and self.has_library()):
+                algorithm = "unfused"
+            if self.product.library and (algorithm != "fused" or size == 1):
                 algorithm = "unfused"
         self.same_tile = algorithm == "one_kernel"
         if algorithm == "fused":
@@ -326,8 +328,6 @@ class Fused:
         """Queue a call."""
         multiply.prepare(*ops)  # while nobody waits for it yet
         self._enter(handle)
-        if isinstance(multiply, LibrarySums):
-            multiply.begin(handle, *ops)  # so is its code
         if self.push is not None:
             self.push.start(handle, ops[4])
         multiply(handle, *ops)
@@ -340,13 +340,12 @@ class Fused:
 
     def bind(self, plan: Any, *layout: Any) -> Bound:
         """The product for operands so laid out."""
-        strides, steps, bias, aligned = layout
+        strides, steps, bias, aligned, all_aligned = layout
         world, product, config = plan.world, plan.product, plan.config
         sizes, size = plan._sizes(strides), plan.group.size
-        if self.push is not None:
-            library = bind_library_sums(plan, self, sizes, steps, bias, aligned)
-            if library is not None:
-                return library
+        library = bind_library_sums(plan, self, sizes, steps, bias, all_aligned)
+        if library is not None:
+            return library
         described = product.described(world, config, sizes, aligned)
         scale, out = product.scale_dtype, product.out_dtype
         kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)

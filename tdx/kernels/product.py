@@ -97,6 +97,7 @@ class Product:
             precision = "tf32" if allow_tf32 and dtype == _FLOAT32 else "ieee"
         if library is not None and not isinstance(library, (bool, np.bool_)):
             raise InvalidArgument(f"library={library!r} must be True, False or None")
+        library = None if library is None else bool(library)
         return cls(dtype, out, bias, activation, precision, scaled, library)
 
     @property

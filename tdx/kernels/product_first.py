@@ -1,7 +1,7 @@
 """A product, then a reduction of it over ranks, then bias and activation: for few rows.
 
-Bits are those of the algorithms that overlap: each partial is rounded once, and the ranks' partials
-are added in float32 from rank 0 upwards.
+Bits are those of the algorithms that overlap, unless cuBLAS multiplies: each partial is rounded
+once, and the ranks' partials are added in float32 from rank 0 upwards.
 """
 
 from __future__ import annotations
@@ -78,15 +78,16 @@ class ProductFirst:
 
     def bind(self, plan: Any, *layout: Any) -> Bound:
         """The product for operands so laid out."""
-        product, (strides, steps, bias, aligned) = self._own, layout
+        product, (strides, steps, bias, aligned, all_aligned) = self._own, layout
         sizes, scale = plan._sizes(strides), product.scale_dtype
         described = product.described(plan.world, plan.config, sizes, aligned)
         others = (product.out_dtype, plan.dtype, scale, scale)
         if self._later:
             self._finish(plan, bias)
         library = library_product(
-            plan.world, product, plan.pinned, sizes, steps, plan.dtype, aligned
-        )
+            plan.world, product, plan.pinned, sizes, steps, plan.dtype, all_aligned,
+            plan.is_for_library,
+        )  # fmt: skip
         if library is not None:
             plan.use(library.memory)
             return library

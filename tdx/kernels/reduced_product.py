@@ -37,7 +37,8 @@ class Way(Protocol):
     def bind(self, plan: Any, *layout: Any) -> Bound:
         """The product for operands so laid out.
 
-        `layout`: strides, steps between scales, the bias' dtype, whether operands are aligned.
+        `layout`: strides, steps between scales, the bias' dtype, whether a and b, and with them
+        scales of rows and columns, begin at multiples of 16 bytes.
         """
 
     def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
@@ -89,7 +90,7 @@ class ReducedProduct(Plan):
                 a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], dtype=self.dtype,
                 partial_dtype=self.partial_dtype, bias=self.product.bias,
                 activation=self.product.activation, out_dtype=out, given_algorithm=algorithm,
-                algorithm=self.algorithm,
+                library=self.product.library, algorithm=self.algorithm,
             )  # fmt: skip
             if self._has_library is not None:
                 shared.update(cublas=self._has_library)
@@ -102,7 +103,7 @@ class ReducedProduct(Plan):
             self._kernels: dict[Any, Bound] = {}  # by layout, see Way
             usual = (self.shape_a[-1], 1, self.shape_b[1], 1)
             if 0 not in self.out_shape and self.product.prepares(self.config, self._sizes(usual)):
-                layout = (usual, (0, 0), self.product.bias_dtype, True)
+                layout = (usual, (0, 0), self.product.bias_dtype, True, True)
                 self._kernels[layout] = self._way.bind(self, *layout)
 
     def __call__(
@@ -133,8 +134,9 @@ class ReducedProduct(Plan):
             ops, strides, steps = self._operands(a, b, out, *given)
             x, y, left, right, to, vector = ops
             check_apart(self.operation, to, x, y, left, right, vector)
-            aligned = begin_aligned(x, y, to, vector, *((left, right) if any(steps) else ()))
-            layout = (strides, steps, vector.dtype, aligned)
+            scales = (left, right) if any(steps) else ()
+            aligned = (begin_aligned(x, y), begin_aligned(x, y, *scales))
+            layout = (strides, steps, vector.dtype, *aligned)
             run = None
             if 0 not in to.shape:
                 run = self._kernels.get(layout)
@@ -156,6 +158,11 @@ class ReducedProduct(Plan):
         """Whether cuBLAS may multiply: on all ranks or none, where the algorithm depends on it."""
         self._has_library = may_multiply(self.world, self.partial_product, self.pinned)
         return self._has_library
+
+    @property
+    def is_for_library(self) -> bool | None:
+        """True if the algorithm was chosen because cuBLAS multiplies."""
+        return self._has_library or None
 
     @property
     def partial_product(self) -> Product:

@@ -180,7 +180,7 @@ class SummedTiles:
 
     def bind(self, plan: Any, *layout: Any) -> Bound:
         """The kernel for operands so laid out."""
-        strides, steps, bias, aligned = layout
+        strides, steps, bias, aligned, _ = layout
         product, config, sizes = plan.product, plan.config, plan._sizes(strides)
         described = product.described(plan.world, config, sizes, aligned)
         scale, kinds = product.scale_dtype, product.kinds(config, described, sizes)

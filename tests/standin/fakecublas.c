@@ -30,6 +30,7 @@ typedef struct {  // of a call, in rows as its caller sees them
 } Entry;
 
 static char *const handle = (char *)0x7f0087654321;
+int fakecublas_version = 130100;
 int fakecublas_status, fakecublas_refuses, fakecublas_live, fakecublas_handles, fakecublas_count;
 Entry fakecublas_log[256];
 
@@ -53,7 +54,7 @@ int cublasLtDestroy(void *h) {
     fakecublas_handles--;
     return h == handle ? 0 : 1;
 }
-size_t cublasLtGetVersion(void) { return 130100; }
+size_t cublasLtGetVersion(void) { return fakecublas_version; }
 const char *cublasLtGetStatusName(int number) {
     return number == 14 ? "CUBLAS_STATUS_INTERNAL_ERROR" : NULL;
 }
@@ -71,7 +72,8 @@ int cublasLtMatmulDescSetAttribute(Product *x, int which, const void *value, siz
         {31, &x->mode[0], 4}, {32, &x->mode[1], 4},
     };
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (known[i].which == which && known[i].size == size) {
+        if (known[i].which == which && known[i].size == size &&
+            (which < 31 || fakecublas_version >= 120900)) {
             memcpy(known[i].to, value, size);
             return 0;
         }
@@ -123,6 +125,8 @@ int cublasLtMatmul(void *h, Product *x, const float *alpha, const float *a, Layo
     if (h != handle || algorithm[0] != 11 || algorithm[1] != 22 || *alpha != 1 || *beta != 0) return 7;
     if (c != d || lc != ld || bytes != 4096 || !workspace || check(x, la, lb, ld)) return 7;
     if (((uintptr_t)a | (uintptr_t)b | (uintptr_t)d) % 16) return 7;
+    for (int i = 0; i < 2; i++)
+        if (x->mode[i] == 3 && (uintptr_t)x->scales[i] % 16) return 7;
     int64_t m = ld->rows, n = ld->columns, k = x->turned[0] ? la->rows : la->columns;
     const float *bias = x->epilogue == 4 ? x->bias : NULL;
     fakecublas_log[fakecublas_count++ % 256] = (Entry){

@@ -22,18 +22,26 @@ class Library:
     def __init__(self) -> None:
         from tdx.runtime.driver.cuda_device import cu
 
-        self._library = ctypes.CDLL(f"libcublasLt.so.{cu.CUDA_VERSION // 1000}")
+        own = cu.CUDA_VERSION // 1000
+        names = [f"libcublasLt.so.{release}" for release in (own, 25 - own)]
+        self._library, self._other = map(ctypes.CDLL, names)
 
     def __getitem__(self, name: str) -> int:
         return ctypes.c_int.in_dll(self._library, f"fakecublas_{name}").value
 
+    def __setitem__(self, name: str, value: int) -> None:
+        for library in (self._library, self._other):  # the other one is tried, too
+            ctypes.c_int.in_dll(library, f"fakecublas_{name}").value = value
+
     def calls(self) -> Iterator[dict[str, int]]:
-        """Those since it was asked last."""
+        """Those since it was asked last, but for those that only load code."""
         count = ctypes.c_int.in_dll(self._library, "fakecublas_count")
         log = (ctypes.c_uint64 * (256 * len(_FIELDS))).in_dll(self._library, "fakecublas_log")
         for i in range(count.value):
             entry = log[i * len(_FIELDS) : (i + 1) * len(_FIELDS)]
-            yield dict(zip(_FIELDS, entry, strict=True))
+            call = dict(zip(_FIELDS, entry, strict=True))
+            if call["a"] != call["c"]:
+                yield call
         count.value = 0
 
 
@@ -104,20 +112,62 @@ def a_cublas_that_fails(rank: Rank) -> None:
     import tdx
 
     library = Library()
-    status = ctypes.c_int.in_dll(library._library, "fakecublas_status")
     world = rank.init()
-    x = world.zeros((16, 16), "float32", symmetric=False)
-    status.value = 14
-    with pytest.raises(tdx.errors.DriverError, match="cublasLtCreate gives CUBLAS_STATUS_INTERNAL"):
+    x = world.array(np.ones((16, 16), np.float32), symmetric=False)
+    library["status"] = 14
+    why = "library=True: cuBLAS: cublasLtCreate gives CUBLAS_STATUS_INTERNAL_ERROR"
+    with pytest.raises(tdx.errors.Unsupported, match=why):
         tdx.matmul(x, x, library=True)
-    status.value = 0
+    large = world.zeros((1024, 1024), "bfloat16", symmetric=False)
+    tdx.matmul(large, large)  # by a kernel of tdx
+    library["status"] = 0
+    world.plans.clear()
     tdx.matmul(x, x, library=True)
-    status.value = 14
+    library["status"] = 14
     with pytest.raises(tdx.errors.DriverError, match="cublasLtMatmul gives CUBLAS_STATUS_INTERNAL"):
         tdx.matmul(x, x, library=True)
-    status.value = 0
-    list(library.calls())
+    library["status"] = 0
+    assert len(list(library.calls())) == 1
     world.close()
+
+
+@scenario(1)
+def what_cublas_is_not_asked_for(rank: Rank) -> None:
+    """Releases without scales of rows; one rank has nothing to send; what has to be a kernel's."""
+    import tdx
+    from tdx.kernels.matmul import Config
+
+    library = Library()
+    world = rank.init()
+    chosen, tdx.config.cublas = tdx.config.cublas, True
+    try:
+        a, b = (world.zeros((1024, 1024), F8, symmetric=False) for _ in range(2))
+        each = world.zeros(1024, "float32", symmetric=False)
+        scales = {"scale_a": each, "scale_b": each}
+        for version, wanted in ((130100, 1), (120800, 0)):
+            library["version"] = version
+            world.plans.clear()
+            tdx.matmul(a, b.T, **scales)
+            assert len(list(library.calls())) == wanted
+        with pytest.raises(tdx.errors.Unsupported, match=r"cuBLAS 12\.8\.0 has no scales of rows"):
+            tdx.matmul(a, b.T, library=True, **scales)
+        world.plans.clear()
+        tdx.matmul(a, b.T, library=True)  # which has one scale for all
+        library["version"] = 130100
+        list(library.calls())
+        for function in (tdx.all_gather_matmul, tdx.matmul_reduce_scatter, tdx.matmul_all_reduce):
+            x, y = (world.zeros((64, 64), "float16", symmetric=False) for _ in range(2))
+            function(x, y, library=True)
+            assert len(list(library.calls())) == 1, function
+        with pytest.raises(tdx.errors.InvalidArgument, match="trace is of a kernel of tdx"):
+            tdx.AllGatherMatmul(world, (64, 64), (64, 64), "float16", trace=True, library=True)
+        bias = world.zeros(72, "float16", symmetric=False)[4:68]  # not at a multiple of 16 bytes
+        config = Config(64, 64, 64, descriptors=True)
+        tdx.matmul_reduce_scatter(x, y, bias=bias, config=config)  # which does not matter there
+    finally:
+        tdx.config.cublas = chosen
+        library["version"] = 130100
+        world.close()
 
 
 @scenario(2)
@@ -167,10 +217,23 @@ def plans_with_cublas(rank: Rank) -> None:
         for kind in (tdx.MatmulReduceScatter, tdx.MatmulAllReduce):
             plan, x, (call,) = run(kind, 16, "unfused", dtype)
             assert (call["a"], call["c"]) == (x.data_ptr(), plan._way._sums.data_ptr())
+        for kind, m, words in (
+            (tdx.AllGatherMatmul, 16, "no copy engine sends parts so short"),
+            (tdx.MatmulAllReduce, 2047, "2047 rows are no multiple of the 2 ranks"),
+        ):  # fmt: skip
+            algorithm = "fused" if m == 16 else "copy_engine"
+            with pytest.raises(tdx.errors.Unsupported, match=words):
+                run(kind, m, algorithm, dtype)
+            world.barrier()
         for kind, algorithm in ((tdx.AllGatherMatmul, "one_kernel"),
                                 (tdx.MatmulAllReduce, "two_shot")):  # fmt: skip
             words = f'library=True: "{algorithm}" multiplies in the kernel that communicates'
             with pytest.raises(tdx.errors.Unsupported, match=words):
                 kind(world, (32, k), (k, n), dtype, algorithm=algorithm, library=True)
             world.barrier()
+    x, y = world.zeros((1026, k), F8, symmetric=False), world.zeros((n, k), F8, symmetric=False).T
+    scales = {"scale_a": world.zeros(1026, "float32", symmetric=False),
+              "scale_b": world.zeros(n, "float32", symmetric=False)}  # fmt: skip
+    tdx.all_gather_matmul(x, y, algorithm="fused", **scales)
+    assert not list(library.calls())  # scales of the second rank's rows lie at no multiple of 16
     world.close()

@@ -25,6 +25,7 @@ _COMPUTE_32F, _COMPUTE_TF32 = 68, 77
 _REFUSALS = (7, 8, 15)  # CUBLAS_STATUS_INVALID_VALUE, ARCH_MISMATCH, NOT_SUPPORTED
 _WITH_BIAS = 4  # cublasLtEpilogue_t
 _EACH = 3  # cublasLtMatmulMatrixScale_t: a scale for each row of A and column of B
+_EACH_SINCE = 120900  # the release that has them
 _SUM_IN_FLOAT32 = 2  # cublasLtReductionScheme_t, of parts of K
 # cublasLtMatmulDescAttributes_t
 _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS = 3, 4, 7, 8
@@ -86,11 +87,14 @@ def load(release: int, folders: Sequence[str] | None = None) -> Any:
             f"no {name}: install the extra cublas{release}, or "
             f'pip install "{wheel}=={release}.*" ({error})'
         ) from error
-    for verb, types in _ARGUMENTS.items():
-        getattr(library, verb).argtypes = types
-    library.cublasLtGetVersion.restype = _SIZE
-    library.cublasLtGetStatusName.argtypes = (_INT,)
-    library.cublasLtGetStatusName.restype = ctypes.c_char_p
+    try:
+        for verb, types in _ARGUMENTS.items():
+            getattr(library, verb).argtypes = types
+        library.cublasLtGetVersion.restype = _SIZE
+        library.cublasLtGetStatusName.argtypes = (_INT,)
+        library.cublasLtGetStatusName.restype = ctypes.c_char_p
+    except AttributeError as error:
+        raise DriverError(f"{name} is none that tdx can use: {error}") from error
     return library
 
 
@@ -185,6 +189,8 @@ class Gemm:
 
     def __init__(self, cublas: Cublas, layout: Layout):
         """Raises Unfit if cuBLAS does not take the layout, DriverError for what fails."""
+        if layout.scales == "each" and cublas.version < _EACH_SINCE:
+            raise Unfit(f"{cublas.name} has no scales of rows and columns")
         self._cublas, self._layout = cublas, layout
         self._lock = threading.Lock()  # pointers of a call are set one by one
         self._things: list[tuple[str, ctypes.c_void_p]] = []
