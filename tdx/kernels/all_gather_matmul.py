@@ -14,6 +14,7 @@ one_kernel  The same in one kernel, whose first blocks send: for up to a few tho
 unfused     All rows are gathered, then multiplied: B is read once, not for each rank's rows, which
             counts where they are very few. gathering.py has this gather and that of "fused".
 
+cuBLAS may multiply, beside "fused" for each rank's rows, or behind "unfused": library_product.py.
 Several B (q, k, v; gate and up) share one gather. float8 rows travel with their scales. Bits for
 one Config do not depend on the order of arrival: a tile is one block's sum over K.
 

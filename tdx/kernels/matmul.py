@@ -6,7 +6,7 @@ Persistent blocks walk over the tiles in groups of rows, so that tiles which run
 columns of B in cache (the grouped order of Triton's matmul tutorial). Where the GPU has tensor
 descriptors (TMA) and the operands allow it, those load A and B.
 
-Where K is split, see split_matmul.py.
+Where K is split, see split_matmul.py; where cuBLAS multiplies instead, library_product.py.
 
 float32 inputs are multiplied as IEEE float32 unless `allow_tf32=True`. For one Config the bits
 of a tile depend on its inputs only: not on the rank, the run, or how many blocks there are.

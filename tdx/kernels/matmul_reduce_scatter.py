@@ -18,6 +18,8 @@ low_latency
          The same for the fewest rows, as words of data and flag: see low_latency_product.py. Up to
          16 ranks, 4 MiB of partial sums for a rank.
 
+cuBLAS may multiply for "fused", of float8, and "unfused": see library_sums.py.
+
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for
 one Config are the same on every run and for all algorithms: each partial is one block's sum over
 K, rounded once, and the ranks' partials are added in float32, without atomics, from rank 0 upwards.

@@ -137,6 +137,23 @@ def test_torch_records_arrays_of_tdx(world, torch):
             array.free()
 
 
+def test_torch_records_a_product_of_cublas(world, torch, monkeypatch):
+    """Of a plan that was made before and not called: nothing is left to load."""
+    monkeypatch.setattr(tdx.config, "cublas", True)
+    m, k, n = 256, 1024, 1536  # large enough for it
+    x, y = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((m, k), (k, n)))
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    plan = tdx.AllGatherMatmul(world, (m, k), (k, n), "bfloat16", algorithm="unfused")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan(x, y, out)
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, tdx.matmul(x, y, library=True))
+        assert not torch.equal(out, torch.zeros_like(out))
+
+
 def test_torch_records_nothing_that_was_not_called_before(world, torch):
     """The call says what to do, and the world goes on."""
     x = torch.ones(N + 1, device="cuda")
