@@ -159,6 +159,8 @@ def library_product(
     gains by it, None: if the product is large.
     """
     rows, n, k = sizes[:3]
+    if not product.scaled:
+        steps = (0, 0)  # of what stands in for scales
     if product.library is None:
         if pays is None:
             pays = rows * n * k >= _LEAST

@@ -101,6 +101,12 @@ def when_cublas_is_chosen(rank: Rank) -> None:
             world.plans.clear()
             tdx.matmul(x, x, **options)
             assert len(list(library.calls())) == wanted, (setting, options)
+        tdx.config.cublas = True
+        few, wide = (
+            world.zeros(s, "bfloat16", symmetric=False) for s in ((16, 8192), (8192, 4096))
+        )
+        tdx.all_gather_matmul(few, wide, algorithm="unfused")
+        assert len(list(library.calls())) == 1
     finally:
         tdx.config.cublas = chosen
         world.close()

@@ -79,7 +79,7 @@ def case_what_it_does_not_take_goes_to_a_kernel_of_tdx(world):
         (lambda **o: tdx.matmul(x, y, config=Config(64, 32, 32), **o), "config pins"),
         (lambda **o: tdx.matmul(f8, along_n, **o), "no algorithm"),
         (lambda **o: tdx.matmul(f8, turned(world, values(1, (128, 32), F8)),
-                                          scale_a=each, **o), "a scale for each line"),
+                                          scale_a=each, **o), "a scale for each row"),
         (lambda **o: tdx.matmul(x[:, :0], y[:0], **o), "empty"),
     ]  # fmt: skip
     for call, words in refused:
@@ -233,7 +233,9 @@ def case_row_scales_are_for_float8(world, backend):
     world.barrier()
     plan = tdx.AllGatherMatmul(world, (4, 32), (32, 8), F8, row_scales=True)
     x, y = world.zeros((4, 32), F8), world.zeros((32, 8), F8)
-    with pytest.raises(InvalidArgument, match="scale_a has one for all rows; the plan was made with"):
+    with pytest.raises(
+        InvalidArgument, match="scale_a has one for all rows; the plan was made with"
+    ):
         plan(x, y, scale_a=2.0)
     world.barrier()
     x = world.zeros((4, 32), F8)
