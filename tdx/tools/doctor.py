@@ -133,7 +133,7 @@ def _print(report: dict[str, Any]) -> None:
     for section in ("versions", "mpi", "backend", "frameworks", "limits"):
         print(f"\n{section}")
         for name, value in report[section].items():
-            _print_wrapped(f"  {name:<16}", text(value))
+            _print_wrapped(f"  {name:<20}", text(value))
     _print_devices(report["devices"])
     _print_links(report["job"])
     print("\ncapabilities")

@@ -35,6 +35,8 @@ _PACKAGES = (
     "greenlet",
     "threadpoolctl",
     "cuda-bindings",
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
     "hip-python",
 )
 FRAMEWORKS = {  # module -> distributions it may come from

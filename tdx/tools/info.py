@@ -24,7 +24,7 @@ def main(args: argparse.Namespace) -> int:
     for section, entries in found.items():
         print(section)
         for name, value in entries.items():
-            print(f"  {name:<16}{text(value)}")
+            print(f"  {name:<20}{text(value)}")
     return 0
 
 

@@ -78,9 +78,12 @@ def test_products(cublas, turned, bias):
 def test_scales_go_to_the_other_side(cublas):
     """b comes first there."""
     layout = Layout(16, 32, 48, "float8_e4m3fn", "bfloat16", (48, 1, 1, 48), None, "one")
-    Gemm(cublas, layout)(STREAM, 16, 32, 48, 0, 1001, 1002, 64)
-    entry = (ctypes.c_uint64 * 12).in_dll(cublas.library, "fakecublas_log")
-    assert list(entry) == [16, 32, 48, 0, 1001, 1002, 64, STREAM, 16, 32, 48, 28]
+    gemm = Gemm(cublas, layout)
+    log = (ctypes.c_uint64 * 36).in_dll(cublas.library, "fakecublas_log")
+    for i, scales in enumerate([(1001, 1002), (1001, 1002), (2001, 1002)]):
+        gemm(STREAM, 16, 32, 48, 0, *scales, 64)
+        entry = log[12 * i : 12 * i + 12]
+        assert entry == [16, 32, 48, 0, *scales, 64, STREAM, 16, 32, 48, 28]
 
 
 def test_what_it_does_not_take(cublas):

@@ -193,6 +193,7 @@ class Gemm:
             raise Unfit(f"{cublas.name} has no scales of rows and columns")
         self._cublas, self._layout = cublas, layout
         self._lock = threading.Lock()  # pointers of a call are set one by one
+        self._pointers: tuple[int, ...] = ()  # those that are set
         self._things: list[tuple[str, ctypes.c_void_p]] = []
         weakref.finalize(self, _destroy, cublas, self._things).atexit = False
         self._one, self._zero = (ctypes.byref(ctypes.c_float(x)) for x in (1.0, 0.0))
@@ -208,18 +209,25 @@ class Gemm:
         workspace: int,
     ) -> None:  # fmt: skip
         """Queue it on `stream`; the others are addresses, 0 or any of what there is not."""
-        layout, cublas = self._layout, self._cublas
+        cublas, pointers = self._cublas, (bias, scale_a, scale_b)
         with self._lock:
-            if layout.bias:
-                self._set(_BIAS, ctypes.c_void_p(bias))
-            if layout.scales:
-                self._set(_SCALE_A, ctypes.c_void_p(scale_b))
-                self._set(_SCALE_B, ctypes.c_void_p(scale_a))
+            if pointers != self._pointers:
+                self._point(*pointers)
             cublas.call(
                 "cublasLtMatmul", cublas.handle, self._product, self._one, b, self._left, a,
                 self._right, self._zero, c, self._out, c, self._out, self._algorithm, workspace,
                 self.workspace, stream,
             )  # fmt: skip
+
+    def _point(self, bias: int, scale_a: int, scale_b: int) -> None:
+        """Set the pointers that calls may change."""
+        self._pointers = ()
+        if self._layout.bias:
+            self._set(_BIAS, ctypes.c_void_p(bias))
+        if self._layout.scales:  # its a is b
+            self._set(_SCALE_A, ctypes.c_void_p(scale_b))
+            self._set(_SCALE_B, ctypes.c_void_p(scale_a))
+        self._pointers = (bias, scale_a, scale_b)
 
     def _describe(self) -> None:
         """Its matrices lie column by column: it sees transposes, and c^T = b^T . a^T."""
@@ -239,13 +247,12 @@ class Gemm:
         if layout.bias:
             self._set(_EPILOGUE, ctypes.c_int(_WITH_BIAS))
             self._set(_BIAS_TYPE, ctypes.c_int(_TYPES[layout.bias]))
-            self._set(_BIAS, ctypes.c_void_p(ALIGNMENT))
         if layout.scales:
             self._set(_FAST_ACCUM, ctypes.c_int8(layout.fast_accum))
-            for pointer, mode in ((_SCALE_A, _MODE_A), (_SCALE_B, _MODE_B)):
-                if layout.scales == "each":
-                    self._set(mode, ctypes.c_int(_EACH))
-                self._set(pointer, ctypes.c_void_p(ALIGNMENT))
+        if layout.scales == "each":
+            self._set(_MODE_A, ctypes.c_int(_EACH))
+            self._set(_MODE_B, ctypes.c_int(_EACH))
+        self._point(*(ALIGNMENT,) * 3)  # where they are matters to the choice
 
     def _choose(self) -> _Found:
         """The algorithm that cuBLAS thinks the fastest."""
