@@ -122,8 +122,22 @@ def _backends(found: dict[str, Any]) -> Iterator[Capability]:
         detail=f"Triton needs {' and '.join(lacking)}" if lacking else limits["compiler"],
         remedy="apt-get install gcc python3-dev" if lacking else "",
     )
+    if gpus:
+        yield _cublas(found["versions"])
     if len(gpus) > 1:
         yield _reach(gpus)
+
+
+def _cublas(versions: dict[str, Any]) -> Capability:
+    """What multiplies where it is faster than the kernels of tdx."""
+    wheels = [
+        f"{name} {versions[name]}" for name in versions if "cublas" in name and versions[name]
+    ]
+    if wheels:
+        return Capability("cuBLAS", True, detail=", ".join(wheels))
+    detail = "no wheel of it, so products are those of tdx unless the loader finds it"
+    remedy = 'pip install "tdx-kernels[cublas13]" (or [cublas12])'
+    return Capability("cuBLAS", False, detail=detail, remedy=remedy)
 
 
 def _reach(gpus: list[dict[str, Any]]) -> Capability:

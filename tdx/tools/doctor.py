@@ -157,12 +157,12 @@ def _print_devices(devices: dict[str, Any]) -> None:
     if not devices.get("gpus"):
         _print_wrapped("  ", devices.get("problem", "no GPU that tdx has a driver for"))
         return
-    _print_wrapped(f"  {'driver':<16}", devices["driver"])
+    _print_wrapped(f"  {'driver':<20}", devices["driver"])
     for index, gpu in enumerate(devices["gpus"]):
         size = text(gpu["memory_bytes"])
         reaches = ", ".join(map(str, gpu["reaches"])) or "none"
         detail = f"{gpu['name']}, {gpu['arch']}, {size}, reaches GPUs: {reaches}"
-        _print_wrapped(f"  {f'GPU {index}':<16}", detail)
+        _print_wrapped(f"  {f'GPU {index}':<20}", detail)
 
 
 def _print_links(job: dict[str, Any]) -> None:

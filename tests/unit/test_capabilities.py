@@ -60,6 +60,8 @@ def test_a_healthy_machine():
     assert not capabilities["JAX arrays"].available, "a JAX without a GPU cannot take part"
     assert "cuda13" in capabilities["JAX arrays"].remedy
     assert "pip install torch" in capabilities["PyTorch arrays"].remedy
+    assert "tdx-kernels[cublas13]" in capabilities["cuBLAS"].remedy
+    assert judged(**{"versions__nvidia-cublas": "13.1"})["cuBLAS"].detail == "nvidia-cublas 13.1"
 
 
 @pytest.mark.parametrize(
