@@ -74,10 +74,11 @@ def sum_kernel(
         ok = wait_each(signals + row * BM // CHUNK, ranks, chunks, world, epoch, ok)
         for piece in range(0, BN // WIDTH):
             first = tl.cast(col, tl.int64) * BN + piece * WIDTH
-            at = (row * BM + rm).to(tl.int64)[:, None] * columns + first + rn[None, :]
+            corner = mine + tl.cast(row, tl.int64) * BM * columns + first
+            at = rm[:, None] * columns + rn[None, :]
             inside = (rm[:, None] < count - row * BM) & (rn[None, :] < columns - first)
             sum_tile(
-                own, bias, tl.load(mine + at, mask=inside, other=0.0), partials, row,
+                own, bias, tl.load(corner + at, mask=inside, other=0.0), partials, row,
                 col * (BN // WIDTH) + piece, rows, count, columns, world, ok, BM, WIDTH,
                 HAS_BIAS, ACTIVATION,
             )  # fmt: skip
@@ -99,7 +100,9 @@ def bind_library_sums(
     """
     group, own = plan.group, plan.partial_product
     whole, n, k, *strides = sizes
-    reason = ""
+    reason, config = "", plan.config
+    if n * config.block_m >= 1 << 31:
+        return None  # our kernel says so
     if fused.push is None:
         reason = "there is nothing to send"
     elif whole != group.size * fused.rows:
@@ -129,7 +132,6 @@ def bind_library_sums(
         )
         for rank in order[:-1]
     ]  # fmt: skip
-    config = plan.config
     tiles = config.tiles(fused.rows, n)
     add = plan.bind(
         sum_kernel, blocks_for(plan.world, tiles, CopyPush.blocks), (plan.product.out_dtype, bias),

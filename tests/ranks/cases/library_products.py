@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import tdx
+from tdx.kernels import library_chunks, library_sums
 from tdx.kernels.library_product import may_multiply
-from tdx.kernels.matmul import Config
+from tdx.kernels.matmul import Config, bind_matmul
 from tdx.kernels.product import Product
 from tdx.runtime.errors import CollectiveMismatch, InvalidArgument, Unsupported
+from tests.helpers.blocks import copy_engines, many_blocks
 from tests.helpers.cases import host_only, isolated, limit, skip, worlds
 from tests.helpers.reference import assert_same_bits, product, values
 
@@ -202,6 +206,79 @@ def case_chosen_where_it_is_faster(world, function):
             tdx.config.cublas = before
         for out in outs:
             assert_same_bits(out.numpy(), wanted)
+    world.barrier()
+
+
+class StandIn:
+    """A kernel of tdx, called with addresses as a LibraryProduct is."""
+
+    memory = ()
+
+    def __init__(self, world, product, sizes, steps):
+        config = Config(16, 32, 64, num_warps=4)
+        others = (product.out_dtype, product.bias_dtype, *[product.scale_dtype] * 2)
+        self._run = bind_matmul(world, product, config, sizes, steps, False, others, ())
+
+    def at(self, stream, a, *places):
+        self._run(stream, *(SimpleNamespace(address=x or a, owner=None) for x in (a, *places)))
+
+    def prepare(self, *operands):
+        self._run.prepare(*(SimpleNamespace(address=1 << 20, owner=None) for _ in range(6)))
+
+
+@worlds(2, 3)
+@limit(120)
+@pytest.mark.parametrize("dtype", ["float32", F8])
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [("AllGatherMatmul", "fused"), ("MatmulReduceScatter", "fused"),
+     ("MatmulAllReduce", "copy_engine")],
+)  # fmt: skip
+def case_what_runs_beside_it(world, kind, algorithm, dtype):
+    """Copies, signals and sums, with a kernel of tdx in its place: many calls, replays, chunks."""
+
+    def stand_in(world, product, config, sizes, steps, bias, aligned, pays):
+        made.append(sizes)
+        return StandIn(world, product, sizes, steps)
+
+    size, rank, (rows, k, n) = world.size, world.rank, (48, 32, 80)
+    gathers, f8, made = kind == "AllGatherMatmul", dtype == F8, []
+    shape = (rows if gathers else rows * size, k)
+    out_dtype = "bfloat16" if f8 else dtype
+    with pytest.MonkeyPatch.context() as patch, many_blocks(), copy_engines():
+        for module in (library_chunks, library_sums):
+            patch.setattr(module, "library_product", stand_in)
+        plan = getattr(tdx, kind)(world, shape, (k, n), dtype, algorithm=algorithm, bias=True)
+    assert made == [(rows, n, k, k, 1, n, 1)]
+    z = values(7, n, out_dtype)
+    bias, loaded = world.array(z, symmetric=False), []
+    for salt in range(6):
+        parts = [values(r, shape, dtype, salt) for r in range(size)]
+        weights = [values(r, (k, n), dtype, 50 + salt) for r in range(size)]
+        factors = [0.5 * (1 + r) if f8 else 1.0 for r in range(size)]
+        if gathers:
+            sums = [factors[r] * product(parts[r], weights[rank]) for r in range(size)]
+            wanted = np.concatenate(sums)
+        else:
+            wanted = sum(factors[r] * product(parts[r], weights[r]) for r in range(size))
+        if kind == "MatmulReduceScatter":
+            wanted = wanted[rank * rows : (rank + 1) * rows]
+        x, y = (world.array(each[rank], symmetric=False) for each in (parts, weights))
+        loaded.append((x, y, wanted + z.astype(np.float64)))
+    scales = {"scale_a": 1.0 + rank, "scale_b": 0.5} if f8 else {}
+    outs = [world.empty(loaded[0][2].shape, out_dtype, symmetric=False) for _ in loaded]
+    for (x, y, _), out in zip(loaded, outs, strict=True):
+        plan(x, y, out, bias=bias, **scales)
+    for (_, _, wanted), out in zip(loaded, outs, strict=True):
+        close(out, wanted, out_dtype)
+    held = [world.empty(op.shape, op.dtype, symmetric=False) for op in loaded[0][:2]]
+    with tdx.graph(world) as graph:
+        plan(*held, outs[0], bias=bias, **scales)
+    for x, y, wanted in loaded:
+        held[0].copy_from(x)
+        held[1].copy_from(y)
+        graph.replay()
+        close(outs[0], wanted, out_dtype)
     world.barrier()
 
 
