@@ -20,7 +20,7 @@ from tdx.kernels.plan_cache import remembered
 from tdx.kernels.product import Config, Product
 from tdx.runtime.config import config as settings
 from tdx.runtime.driver.cublas import ALIGNMENT, Cublas, Gemm, Layout, Unfit, load
-from tdx.runtime.errors import DriverError, Unsupported
+from tdx.runtime.errors import DriverError, HeapExhausted, Unsupported
 from tdx.runtime.world import World
 
 __all__ = [
@@ -78,8 +78,12 @@ class LibraryProduct:
         """Multiply what lies anywhere: cuBLAS loads code as it queues a product.
 
         Loading may have to wait for kernels that run, which may wait for the product, or for peers.
+        Where memory is short the first call does it.
         """
-        scratch = world.empty((nbytes,), "int8", symmetric=False)
+        try:
+            scratch = world.empty((nbytes,), "int8", symmetric=False)
+        except HeapExhausted:
+            return
         self.at(world.driver.current_stream(), *(scratch._address,) * 6)
 
 
