@@ -7,8 +7,9 @@ import re
 import pytest
 
 from tests.aot.assembly import in_loop, in_order, instructions, positions
-from tests.aot.cases import CASES, DESCRIBED, FLOAT8, PRODUCTS, job
+from tests.aot.cases import CASES, job
 from tests.aot.harness import AMD, NVIDIA, TARGETS, compile_jobs
+from tests.aot.products import DESCRIBED, FLOAT8, PRODUCTS
 
 ALL = [*CASES, *PRODUCTS]
 WITH_DESCRIPTORS = ("sm_90", "sm_100")
