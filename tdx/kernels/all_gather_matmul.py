@@ -32,7 +32,7 @@ import numpy as np
 
 import tdx.language as tdl
 from tdx.kernels.chunk_product import bind_chunks, early_tiles
-from tdx.kernels.gathered_product import gathered_product
+from tdx.kernels.gathered_function import gathered_product
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
 from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_of
 from tdx.kernels.library_chunks import bind_library_chunks
@@ -93,7 +93,8 @@ class AllGatherMatmul(Plan):
         Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
         tdx.matmul.
     library : bool, optional
-        Whether cuBLAS multiplies, beside "fused" or behind "unfused"; see tdx.matmul.
+        Whether cuBLAS multiplies, beside "fused" or behind "unfused"; the same on every rank. See
+        tdx.matmul.
     row_scales : bool
         Of float8: whether calls pass a scale for each row of a, or one. Default: False.
     config : tdx.kernels.matmul.Config, optional

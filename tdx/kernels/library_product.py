@@ -19,7 +19,7 @@ from tdx.kernels.operand import Operand
 from tdx.kernels.plan_cache import remembered
 from tdx.kernels.product import Config, Product
 from tdx.runtime.config import config as settings
-from tdx.runtime.driver.cublas import ALIGNMENT, Cublas, Gemm, Layout, Unfit, load
+from tdx.runtime.driver.cublas import ALIGNMENT, Cublas, Gemm, Layout, Unfit, start
 from tdx.runtime.errors import DriverError, HeapExhausted, Unsupported
 from tdx.runtime.world import World
 
@@ -103,20 +103,13 @@ def _library_of(world: World) -> tuple[Cublas | None, str]:
 def _start(world: World) -> tuple[Cublas | None, str]:
     if world.backend != "cuda":
         return None, f"cuBLAS is for NVIDIA GPUs, not for the {world.backend} backend"
-    from tdx.runtime.driver.cuda_device import cu
-
-    reasons = []
-    for release in dict.fromkeys((int(cu.CUDA_VERSION) // 1000, 13, 12)):
-        try:
-            library = load(release)
-            with world.driver.using():
-                cublas = Cublas(library)
-        except DriverError as error:
-            reasons.append(str(error))
-        else:
-            world.teardown.add(_close, world, cublas)
-            return cublas, ""
-    return None, reasons[0]
+    try:
+        with world.driver.using():
+            cublas = start()
+    except DriverError as error:
+        return None, str(error)
+    world.teardown.add(_close, world, cublas)
+    return cublas, ""
 
 
 def _close(world: World, cublas: Cublas) -> None:
@@ -146,8 +139,8 @@ def check_library(
         reason = "config pins the tile of a kernel of tdx"
     elif algorithm is not None and algorithm not in algorithms:
         reason = f'"{algorithm}" multiplies in the kernel that communicates; see algorithm='
-    elif product.activation is not None:
-        reason = f"activation={product.activation!r} is no part of its products here"
+    else:
+        reason = reason or _unfit_activation(product)
     if cublas is None or reason:
         raise refused(reason)
 
@@ -200,8 +193,8 @@ def _unfit(
     rows, n, k, *strides = sizes
     if not min(rows, n, k):
         return "a or b is empty"
-    if product.activation is not None:
-        return f"activation={product.activation!r} is no part of its products here"
+    if reason := _unfit_activation(product):
+        return reason
     if product.bias and bias != product.out_dtype:
         return f"a bias of {bias} is not of the result's type, {product.out_dtype}"
     if not aligned:
@@ -219,6 +212,12 @@ def _unfit(
     if any(steps) and world.device.arch != _EACH_ARCH:
         return f"scales of rows and columns are for {_EACH_ARCH}, not {world.device.arch}"
     return ""
+
+
+def _unfit_activation(product: Product) -> str:
+    if product.activation is None:
+        return ""
+    return f"activation={product.activation!r} is no part of its products here"
 
 
 def _most_bytes(product: Product, sizes: Sequence[int]) -> int:

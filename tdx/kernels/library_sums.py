@@ -45,7 +45,7 @@ def done_kernel(finished, world, owner, chunks, tiles, last_tiles):
 
 @triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
 def sum_kernel(
-    c, bias, partials, outgoing, finished, made, signals, credit, epoch, world, rows, whole,
+    c, bias, partials, outgoing, made, signals, credit, epoch, world, rows, whole,
     columns, chunks, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr,
     OWN_CHUNK: tl.constexpr,
@@ -122,8 +122,7 @@ def bind_library_sums(
     if multiply is None:
         return None
     plan.use(multiply.memory)
-    shared = fused.shared
-    outgoing, finished, handle = shared[1], shared[2], shared[-1]
+    partials, outgoing, finished, *others, handle = fused.shared
     order = [(group.rank + hop) % group.size for hop in range(1, group.size + 1)]  # own rows last
     tell = [
         plan.bind(
@@ -135,8 +134,9 @@ def bind_library_sums(
     tiles = config.tiles(fused.rows, n)
     add = plan.bind(
         sum_kernel, blocks_for(plan.world, tiles, CopyPush.blocks), (plan.product.out_dtype, bias),
-        *shared, fused.rows, whole, n, len(fused.counts), BM=config.block_m, BN=config.block_n,
-        WIDTH=min(_WIDTH, config.block_n), EVEN=n % 16 == 0, CHUNK=fused.chunk,
+        partials, outgoing, *others, handle, fused.rows, whole, n, len(fused.counts),
+        BM=config.block_m, BN=config.block_n, WIDTH=min(_WIDTH, config.block_n),
+        EVEN=n % 16 == 0, CHUNK=fused.chunk,
         OWN_CHUNK=fused.own_chunk, num_warps=config.num_warps, **plan.product.constants,
     )  # fmt: skip
     return _LibrarySums(multiply, order, tell, add, outgoing, (begin, part, scales))

@@ -205,7 +205,8 @@ class MatmulReduceScatter(ReducedProduct):
         Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
         tdx.matmul.
     library : bool, optional
-        Whether cuBLAS multiplies, beside "fused", or before "unfused"; see tdx.matmul.
+        Whether cuBLAS multiplies, beside "fused", or before "unfused"; the same on every rank. See
+        tdx.matmul.
 
     `out` of a call must not overlap a or b.
 

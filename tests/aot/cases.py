@@ -112,7 +112,7 @@ def _summed(own_chunk: int = 0):
               "EVEN": True, "CHUNK": 512, "OWN_CHUNK": own_chunk}  # fmt: skip
     types = {
         **dict.fromkeys(("c", "bias", "partials", "outgoing"), "*bf16"),
-        **dict.fromkeys(("finished", "made", "signals", "credit", "epoch"), "*i32"),
+        **dict.fromkeys(("made", "signals", "credit", "epoch"), "*i32"),
         "world": "world", **dict.fromkeys(("rows", "whole", "columns", "chunks"), "i32"),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 
 from tdx.runtime.errors import DriverError
 
-__all__ = ["ALIGNMENT", "Cublas", "Gemm", "Layout", "Unfit", "load"]
+__all__ = ["ALIGNMENT", "Cublas", "Gemm", "Layout", "Unfit", "load", "start"]
 
 _WHEELS = {12: "nvidia-cublas-cu12", 13: "nvidia-cublas"}  # by release of CUDA
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14, "float8_e4m3fn": 28}  # cudaDataType_t
@@ -176,6 +176,23 @@ class Cublas:
         """Set an attribute of a description."""
         size = ctypes.sizeof(value)
         self.call(f"cublasLt{what}SetAttribute", thing, which, ctypes.byref(value), size)
+
+
+def start() -> Cublas:
+    """cuBLAS of the release that cuda-bindings is of, or else of another; the GPU is current.
+
+    Raises DriverError with the reason why the first cannot be started.
+    """
+    from tdx.runtime.driver.cuda_device import cu
+
+    first: DriverError | None = None
+    for release in dict.fromkeys((int(cu.CUDA_VERSION) // 1000, *sorted(_WHEELS, reverse=True))):
+        try:
+            return Cublas(load(release))
+        except DriverError as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 class Gemm:
