@@ -12,7 +12,7 @@ from tdx.runtime.errors import InvalidArgument, Unsupported
 
 __all__ = [
     "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "PIECE_BYTES",
-    "STAGING_BYTES", "Movement", "block_bytes", "block_elements", "broadcast_round_bytes",
+    "STAGING_BYTES", "Movement", "block_bytes", "block_elements", "broadcast_rounds",
     "cheapest", "check_low_latency", "constants", "engines_us", "follows", "gather_algorithm",
     "gather_chunks", "low_latency_elements", "low_latency_words", "movement_algorithm",
     "power_of_two", "push_block", "push_tile", "row_block", "shard_block", "shared_bytes",
@@ -381,18 +381,19 @@ def engines_us(backend: str, nbytes: int) -> float:
     return constants(backend).engine_us + nbytes / constants(backend).link_bytes_per_us
 
 
-def broadcast_round_bytes(backend: str, nbytes: int, ranks: int) -> int:
-    """Bytes of a round of a pipelined broadcast, a power of two.
+def broadcast_rounds(backend: str, nbytes: int, ranks: int) -> tuple[int, int, int]:
+    """Bytes of a round of a pipelined broadcast in all its lanes, a power of two; lanes; how often
+    the last round is halved.
 
     One peer passes nothing on: as few rounds as can be. Several: rounds of c bytes take
     (nbytes / c + 1) * (c / bandwidth + signal) altogether, if nothing hides the signals, which is
     least at c = sqrt(nbytes * signal * bandwidth).
     """
     fewest, most = MOVEMENT[backend].broadcast_rounds
-    if ranks == 2:
-        return most
-    best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes)
-    return min(most, max(fewest, power_of_two(best)))
+    if ranks > 2:
+        best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes)
+        most = min(most, max(fewest, power_of_two(best)))
+    return most, 1 if nbytes <= most else 2, 3 if ranks == 2 else 0
 
 
 def power_of_two(n: int) -> int:

@@ -19,7 +19,7 @@ from tdx.kernels.select import (
     STAGING_BYTES,
     block_bytes,
     block_elements,
-    broadcast_round_bytes,
+    broadcast_rounds,
     cheapest,
     follows,
     gather_algorithm,
@@ -88,12 +88,12 @@ def test_movement_by_size(backend):
 @pytest.mark.parametrize("backend", MOVEMENT)
 def test_rounds_of_a_broadcast_grow_with_the_root_of_the_size(backend):
     fewest, most = MOVEMENT[backend].broadcast_rounds
-    rounds = [broadcast_round_bytes(backend, 1 << shift, 3) for shift in range(0, 40)]
+    rounds = [broadcast_rounds(backend, 1 << shift, 3)[0] for shift in range(0, 40)]
     assert rounds == sorted(rounds)
     assert (rounds[0], rounds[-1]) == (fewest, most)
     assert all(size == power_of_two(size) for size in rounds)
-    assert broadcast_round_bytes("cuda", 64 << 20, 4) == 8 << 20
-    assert broadcast_round_bytes("cuda", 1 << 20, 2) == most
+    assert broadcast_rounds("cuda", 64 << 20, 4) == (8 << 20, 2, 0)
+    assert broadcast_rounds("cuda", 1 << 20, 2)[0] == most
 
 
 @pytest.mark.parametrize("backend", CONSTANTS)
