@@ -60,6 +60,31 @@ def copy_two_shares(
 
 
 @triton.jit
+def copy_three_shares(
+    to, source, other_to, other_source, third_to, third_source, count, index, parts,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr = 1,
+):  # fmt: skip
+    """`copy_share` of three pairs at once."""
+    whole = count // BLOCK
+    for turn in range(index, _turns(whole, parts, GROUP), parts):
+        block = _block(turn, index, parts, GROUP)
+        if GROUP == 1 or block < whole:
+            at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(source + at)
+            other = tl.load(other_source + at)
+            third = tl.load(third_source + at)
+            tl.store(to + at, value)
+            tl.store(other_to + at, other)
+            tl.store(third_to + at, third)
+    if (whole * BLOCK < count) & (whole // GROUP % parts == index):
+        at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < count
+        tl.store(to + at, tl.load(source + at, mask=mask), mask=mask)
+        tl.store(other_to + at, tl.load(other_source + at, mask=mask), mask=mask)
+        tl.store(third_to + at, tl.load(third_source + at, mask=mask), mask=mask)
+
+
+@triton.jit
 def _turns(whole, parts, GROUP: tl.constexpr):
     """Turns that the parts together need for `whole` blocks; those of one are `parts` apart."""
     stride = parts * GROUP

@@ -10,8 +10,9 @@ places   A rank that enters a call tells its peers, program by program, where it
          distance within its heap when the result is symmetric memory, else that they must use its
          staging slots, from which it copies the data out. This is also the credit to write there.
 rounds   If all results are symmetric, one round, then a meeting. Else blocks go in rounds of
-         bounded size with a meeting after each, and two staging slots used in turn: a rank pushes
-         round r + 2 after the meeting of round r + 1, before which all have copied round r out.
+         bounded size with a meeting after each, and two staging slots used in turn. Round r is
+         copied out while round r + 1 is pushed: stores to peers and local ones hide each other. A
+         rank pushes round r + 2 after the meeting of round r + 1, before which all have done so.
 
 Ordering: after the last meeting no peer writes into the result or the staging slots any more.
 """
@@ -27,7 +28,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx import abi
-from tdx.kernels.copying import copy_share, copy_two_shares
+from tdx.kernels.copying import copy_share, copy_three_shares, copy_two_shares
 from tdx.kernels.operand import Operand, byte_units
 from tdx.kernels.plan import Plan
 from tdx.kernels.select import STAGING_BYTES, push_block, push_tile
@@ -91,16 +92,17 @@ def push_kernel(
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     units = tl.cast(units, tl.int64)
-    own = me * units
     number = tdl.epoch(channel)
     if OWN_FIRST:
-        source = x + (own * UNIT if EACH else 0)
-        copy_share(out + own * UNIT, source, units * UNIT, index, parts, BLOCK, GROUP)
+        own = me * units * UNIT
+        copy_share(out + own, x + (own if EACH else 0), units * UNIT, index, parts, BLOCK, GROUP)
     announced, ok = announce(places, stage, out, direct, number, world)
     step = tl.where(staged(announced, world), round_units, units)
-    for begin in range(0, units, step):
+    rounds = tl.cdiv(units, step)
+    for turn in range(0, rounds):
+        begin = turn * step
         count = tl.minimum(step, units - begin) * UNIT
-        slot = ((begin // step) & 1) * ranks * round_units
+        brings = (direct == 0) & (turn > 0)  # home what came in the round before
         if ok:
             for hop in range(1, ranks):
                 peer = (me + hop) % ranks
@@ -108,25 +110,43 @@ def push_kernel(
                 there = tl.where(
                     place != 0,
                     place // (WIDTH * UNIT) + me * units + begin,
-                    slot + me * round_units,
+                    ((turn & 1) * ranks + me) * round_units,
                 )
                 to = tdl.symm_at(stage, peer, world) + there * UNIT
                 source = x + ((peer * units if EACH else 0) + begin) * UNIT
-                if OWN_FIRST or hop > 1:
-                    copy_share(to, source, count, index, parts, BLOCK, GROUP)
+                own = (me * units + begin) * UNIT
+                own_source = x + (own if EACH else begin * UNIT)
+                home = out + (peer * units + begin - step) * UNIT
+                arrived = stage + ((1 - (turn & 1)) * ranks + peer) * round_units * UNIT
+                if brings & (count == step * UNIT):
+                    if OWN_FIRST or hop > 1:
+                        copy_two_shares(
+                            to, source, home, arrived, count, index, parts, BLOCK, GROUP
+                        )
+                    else:
+                        copy_three_shares(
+                            to, source, home, arrived, out + own, own_source, count, index, parts,
+                            BLOCK, GROUP,
+                        )  # fmt: skip
                 else:
-                    own_source = x + ((own if EACH else 0) + begin) * UNIT
-                    copy_two_shares(
-                        to, source, out + (own + begin) * UNIT, own_source, count, index, parts,
-                        BLOCK, GROUP,
-                    )  # fmt: skip
+                    if OWN_FIRST or hop > 1:
+                        copy_share(to, source, count, index, parts, BLOCK, GROUP)
+                    else:
+                        copy_two_shares(
+                            to, source, out + own, own_source, count, index, parts, BLOCK, GROUP
+                        )
+                    if brings:
+                        copy_share(home, arrived, step * UNIT, index, parts, BLOCK, GROUP)
         ok = tdl.barrier(channel, world) & ok
-        if ok & (direct == 0):
-            for hop in range(1, ranks):
-                peer = (me + hop) % ranks
-                to = out + (peer * units + begin) * UNIT
-                arrived = stage + (slot + peer * round_units) * UNIT
-                copy_share(to, arrived, count, index, parts, BLOCK, GROUP)
+    if ok & (direct == 0):
+        begin = (rounds - 1) * step
+        for hop in range(1, ranks):
+            peer = (me + hop) % ranks
+            arrived = stage + (((rounds - 1) & 1) * ranks + peer) * round_units * UNIT
+            copy_share(
+                out + (peer * units + begin) * UNIT, arrived, (units - begin) * UNIT, index, parts,
+                BLOCK, GROUP,
+            )  # fmt: skip
 
 
 class Push:
