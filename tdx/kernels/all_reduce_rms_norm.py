@@ -47,6 +47,7 @@ from tdx.kernels.select import (
     row_block,
     takes_low_latency,
 )
+from tdx.kernels.shards import fewest_steps
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.checks import as_float, check_flag
@@ -190,8 +191,7 @@ class AllReduceRmsNorm(Plan):
         """Rows of a shard, rows of it that go in a step, and steps; see shards.Steps."""
         shard = -(-self._rows // self.group.size)
         slot_bytes = _slot_bytes(self._rows, self._columns, self.dtype, self.group.size)
-        count = 1 if 2 * slot_bytes <= STAGING_BYTES else -(-4 * slot_bytes // STAGING_BYTES)
-        step = -(-shard // max(count, self.config.steps or 1))
+        step = -(-shard // max(fewest_steps(slot_bytes), self.config.steps or 1))
         return shard, step, -(-shard // step)
 
     def __call__(
@@ -293,7 +293,7 @@ def choose(
         algorithm = cheapest(backend, sent, ranks, pieces).removeprefix("norm_")
     block, warps = row_block(
         backend, columns, dtype.itemsize, ranks, words=algorithm == "low_latency",
-        whole=2 * _slot_bytes(rows, columns, dtype, ranks) <= STAGING_BYTES,
+        whole=fewest_steps(_slot_bytes(rows, columns, dtype, ranks)) == 1,
     )  # fmt: skip
     return Config(algorithm, block, warps, blocks=constants(backend).blocks)
 

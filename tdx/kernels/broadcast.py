@@ -15,6 +15,8 @@ scatter      Scatter and all-gather (van de Geijn), in rounds: the root pushes a
              Peers write straight into results in symmetric memory, else into up to four slots of
              a round for each lane, at most 64 MiB (see pushing.py: places). A peer that signals
              round r has copied round r - 2 out, so who has seen that may write round r + 2.
+             One peer passes nothing on: it copies a round out as soon as that is there, and where
+             it need not, everything is one round.
 
 Data moves as bytes, in words as wide as size and addresses allow: any element type.
 
@@ -49,7 +51,7 @@ from tdx.kernels.pushing import (
     staged,
 )
 from tdx.kernels.select import (
-    broadcast_rounds,
+    broadcast_round_bytes,
     check_low_latency,
     low_latency_words,
     movement_algorithm,
@@ -121,26 +123,14 @@ def _target(stage, announced, peer, world, begin, slot, WIDTH: tl.constexpr, UNI
 
 
 @triton.jit
-def _left(rounds, lane, round_units, LANES: tl.constexpr, TAPER: tl.constexpr):
-    """Units of a lane that follow when so many of its rounds are left."""
-    EVEN: tl.constexpr = TAPER + 1 if TAPER > 0 else 0
-    apart = tl.cast(lane, tl.int64) * (round_units // LANES)
-    whole = (rounds - TAPER) * tl.cast(round_units, tl.int64) - apart
-    halved = tl.cast(round_units, tl.int64) >> tl.maximum(TAPER + 1 - rounds, 0)
-    return tl.where(rounds > EVEN, whole, tl.where(rounds > 0, halved, 0))
-
-
-@triton.jit
-def _round(
-    turn, rounds, lane, lane_units, units, round_units, LANES: tl.constexpr, TAPER: tl.constexpr
-):
-    """(begin, units, staging slot) of a lane's round."""
+def _round(turn, lane, lane_units, units, round_units, LANES: tl.constexpr):
+    """(begin, units, staging slot) of a lane's round; the second lane's first is half as long."""
+    turn = tl.cast(turn, tl.int64)
     begin = tl.cast(lane, tl.int64) * lane_units
-    first = lane_units - _left(rounds - turn, lane, round_units, LANES, TAPER)
-    first = begin + tl.where(turn > 0, tl.maximum(first, 0), 0)
-    end = lane_units - _left(rounds - turn - 1, lane, round_units, LANES, TAPER)
-    end = tl.minimum(begin + tl.maximum(end, 0), units)
-    slot = (tl.cast(turn, tl.int64) % _SLOTS * LANES + lane) * round_units
+    first = begin + turn * round_units - lane * (round_units // 2)
+    end = tl.minimum(first + round_units, tl.minimum(begin + lane_units, units))
+    first = tl.maximum(first, begin)
+    slot = (turn % _SLOTS * LANES + lane) * round_units
     return first, tl.maximum(end - first, 0), slot
 
 
@@ -151,7 +141,7 @@ def scatter_kernel(
     x, out, stage, places, sent, channel, world, direct, root, units, lane_units, round_units,
     part_units, rounds,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    LANES: tl.constexpr, TAPER: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Scatter rounds of `round_units` * UNIT words, which the peers pass on, in each lane.
 
@@ -176,12 +166,11 @@ def scatter_kernel(
     later = tl.where(ranks > 2, 1, 0)  # peers pass a round on before they copy the last one out
     at_once = (ranks == 2) & (slots_are_used == 0)  # nobody waits for a part of it
     rounds = tl.where(at_once, 1, rounds)
+    round_units = tl.where(at_once, 2 * lane_units, round_units)
     part_units = tl.where(at_once, lane_units, part_units)
     for turn in range(0, rounds + later):
         if turn < rounds:
-            begin, count, slot = _round(
-                turn, rounds, lane, lane_units, units, round_units, LANES, TAPER
-            )
+            begin, count, slot = _round(turn, lane, lane_units, units, round_units, LANES)
             if (turn >= _SLOTS) & slots_are_used:  # before the root, which waits for them too
                 ok = tdl.wait_all(sent, ranks, world, before + turn + 3 - _SLOTS) & ok
             if me != root:
@@ -209,9 +198,7 @@ def scatter_kernel(
         if (me != root) & (done >= 0) & ((direct == 0) | (done == rounds - 1)):
             ok = tdl.wait_all(sent, ranks, world, before + done + 1) & ok
             if ok & (direct == 0):
-                begin, count, slot = _round(
-                    done, rounds, lane, lane_units, units, round_units, LANES, TAPER
-                )
+                begin, count, slot = _round(done, lane, lane_units, units, round_units, LANES)
                 for hop in range(1, ranks):
                     first, size = _part((root + hop) % ranks, root, ranks, part_units, count)
                     copy_share(
@@ -304,12 +291,11 @@ class Broadcast(Plan):
         ranks, backend = self.group.size, self.world.backend
         if ranks == 1:
             return
-        whole = aligned(self._nbytes)
-        usual, lanes, self._taper = broadcast_rounds(backend, whole, ranks)
-        self._lanes, self._lane = lanes, aligned(-(-whole // lanes))
-        self._round = min(self._lane, usual // lanes)
-        rounds = -(-(self._lane + (lanes - 1) * self._round // lanes) // self._round)
-        self._rounds = self._taper + (rounds if self._lane > self._round else 1)
+        whole, usual = aligned(self._nbytes), broadcast_round_bytes(backend, self._nbytes, ranks)
+        lanes = self._lanes = 1 if whole <= usual else 2
+        self._lane = aligned(-(-whole // lanes))
+        self._round = min(whole, usual) // lanes
+        self._rounds = -(-(self._lane + (lanes - 1) * self._round // 2) // self._round)
         self._part = aligned(-(-self._round // (ranks - 1)))
         self._block, self._warps = push_block(backend, lanes * self._part)
         blocks = self.blocks_for(lanes * -(-self._part // self._block))
@@ -334,7 +320,7 @@ class Broadcast(Plan):
                 scatter_kernel, self._blocks, (word, word), self._stage.view(word), self._places,
                 self._sent, self._channel, self.group.handle, int(direct), self.root,
                 *(nbytes // (width * unit) for nbytes in sizes), self._rounds, WIDTH=width,
-                UNIT=unit, LANES=self._lanes, TAPER=self._taper,
+                UNIT=unit, LANES=self._lanes,
                 **push_tile(self.world.backend, self._block, self._warps, width),
             )  # fmt: skip
         return kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["VECTOR", "copy_share", "padded"]
+__all__ = ["VECTOR", "copy_share", "copy_three_shares", "copy_two_shares", "padded"]
 
 # Slots lie at multiples of this many elements from each other, passed to kernels as multiples of
 # it: the compiler then knows their alignment, whatever the size.

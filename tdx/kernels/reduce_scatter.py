@@ -47,6 +47,7 @@ from tdx.kernels.select import (
 )
 from tdx.kernels.shards import (
     Steps,
+    fewest_steps,
     notify_ranks,
     part_length,
     push_step,
@@ -62,6 +63,7 @@ from tdx.runtime.world import World
 __all__ = ["Config", "ReduceScatter", "reduce_scatter"]
 
 _VECTOR = tl.constexpr(VECTOR)
+_LEAST_STEPS = 4  # of large arrays: nothing hides the sums of the last step
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,9 @@ class ReduceScatter(Plan):
                 low_latency_kernel, blocks, kinds, words, self.channel(blocks), world, units, slot,
                 PAIRS=size == 2, **named,
             )  # fmt: skip
-        steps = Steps.make(self._shard, ranks * self._shard * size, config.steps)
+        slot_bytes = ranks * self._shard * size
+        least = config.steps or (1 if fewest_steps(slot_bytes) == 1 else _LEAST_STEPS)
+        steps = Steps.make(self._shard, slot_bytes, least)
         blocks = self.blocks_for(-(-steps.elements // config.block), config.blocks)
         staging = self.workspace("shards", (steps.slots * ranks * steps.elements,), self.dtype)
         signals = self.workspace("signals", (blocks * ranks,), np.int32, steps=steps.count)

@@ -12,11 +12,11 @@ from tdx.runtime.errors import InvalidArgument, Unsupported
 
 __all__ = [
     "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "PIECE_BYTES",
-    "STAGING_BYTES", "Movement", "block_bytes", "block_elements", "broadcast_rounds",
-    "cheapest", "check_low_latency", "constants", "engines_us", "follows", "gather_algorithm",
-    "gather_chunks", "low_latency_elements", "low_latency_words", "movement_algorithm",
-    "power_of_two", "push_block", "push_tile", "row_block", "shard_block", "shared_bytes",
-    "takes_low_latency",
+    "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
+    "broadcast_round_bytes", "cheapest", "check_low_latency", "constants", "engines_us",
+    "follows", "gather_algorithm", "gather_chunks", "low_latency_elements", "low_latency_words",
+    "movement_algorithm", "power_of_two", "push_block", "push_tile", "row_block", "shard_block",
+    "shared_bytes", "takes_low_latency",
 ]  # fmt: skip
 
 # what words of data and flag are for; of all ranks' blocks slots take 4 * W times the bytes
@@ -123,6 +123,7 @@ def shared_bytes(arch: str) -> int:
 
 
 STAGING_BYTES = 64 << 20  # most memory of a plan for slots that large arrays pass through
+STEPS_BYTES = 128 << 20  # the same where shards do so in several steps
 PIECE_BYTES = 8 << 10  # of a row with flags: a block that takes twice that waits as long as twice
 
 
@@ -180,8 +181,7 @@ class Movement:
     Attributes
     ----------
     low_latency_bytes, low_latency_broadcast : int
-        Most bytes that a rank sends, a root, as words of data and flag (of which it sends twice as
-        many).
+        Most bytes of a rank, of a root, that are sent as words of data and flag (twice as many).
     gather : str
         All-gather algorithm of larger sizes.
     copy_engine_bytes : int
@@ -192,8 +192,8 @@ class Movement:
     signal_bytes : int
         What a link carries while a peer answers stores and a signal behind them.
     broadcast_rounds : tuple[int, int]
-        Fewest and most bytes of a round of a pipelined broadcast, both lanes together: powers of
-        two from 512 on. Its staging takes four.
+        Least and most of a round of a pipelined broadcast, both lanes together: powers of two from
+        512 on. Its staging takes four.
     """
 
     low_latency_bytes: int
@@ -381,19 +381,18 @@ def engines_us(backend: str, nbytes: int) -> float:
     return constants(backend).engine_us + nbytes / constants(backend).link_bytes_per_us
 
 
-def broadcast_rounds(backend: str, nbytes: int, ranks: int) -> tuple[int, int, int]:
-    """Bytes of a round of a pipelined broadcast in all its lanes, a power of two; lanes; how often
-    the last round is halved.
+def broadcast_round_bytes(backend: str, nbytes: int, ranks: int) -> int:
+    """Bytes of a round of a pipelined broadcast, a power of two.
 
-    One peer passes nothing on: as few rounds as can be. Several: rounds of c bytes take
-    (nbytes / c + 1) * (c / bandwidth + signal) altogether, if nothing hides the signals, which is
-    least at c = sqrt(nbytes * signal * bandwidth).
+    One peer passes nothing on: few rounds, of which it copies out the last when all is there.
+    Several: rounds of c bytes take (nbytes / c + 1) * (c / bandwidth + signal) altogether, if
+    nothing hides the signals: least at c = sqrt(nbytes * signal * bandwidth).
     """
     fewest, most = MOVEMENT[backend].broadcast_rounds
-    if ranks > 2:
-        best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes)
-        most = min(most, max(fewest, power_of_two(best)))
-    return most, 1 if nbytes <= most else 2, 3 if ranks == 2 else 0
+    if ranks == 2:
+        return most if nbytes > most else max(fewest, most // 2)
+    best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes)
+    return min(most, max(fewest, power_of_two(best)))
 
 
 def power_of_two(n: int) -> int:

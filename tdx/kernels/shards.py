@@ -22,11 +22,12 @@ import tdx.language as tdl
 from tdx import abi
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.reduction import combine, reduce_words, to_words, widen
-from tdx.kernels.select import STAGING_BYTES
+from tdx.kernels.select import STAGING_BYTES, STEPS_BYTES
 from tdx.language.address import masked_peers
 
 __all__ = [
     "Steps",
+    "fewest_steps",
     "notify_ranks",
     "part_length",
     "push_step",
@@ -67,11 +68,18 @@ class Steps:
     def make(cls, shard: int, slot_bytes: int, least: int | None) -> Steps:
         """Steps for `shard` elements, of which a slot with all ranks' pieces takes `slot_bytes`.
 
-        At least `least` steps, and as many as the bound of the slots' memory asks for.
+        At least `least` steps, and as many as `fewest_steps` says.
         """
-        count = 1 if 2 * slot_bytes <= STAGING_BYTES else -(-4 * slot_bytes // STAGING_BYTES)
-        vectors = padded(-(-shard // max(count, least or 1)))
+        vectors = padded(-(-shard // max(fewest_steps(slot_bytes), least or 1)))
         return cls(vectors, max(1, -(-shard // (vectors * VECTOR))))
+
+
+def fewest_steps(slot_bytes: int) -> int:
+    """Steps of shards for which the memory of slots is bounded; a slot for all takes `slot_bytes`.
+
+    Each step ends with signals behind stores, which it waits for: so few, and large ones.
+    """
+    return 1 if 2 * slot_bytes <= STAGING_BYTES else -(-4 * slot_bytes // STEPS_BYTES)
 
 
 @triton.jit
