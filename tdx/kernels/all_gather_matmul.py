@@ -34,7 +34,7 @@ import tdx.language as tdl
 from tdx.kernels.chunk_product import bind_chunks, early_tiles
 from tdx.kernels.gathered_function import gathered_product
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
-from tdx.kernels.gathering_product import GatheringProduct, one_kernel, senders_of
+from tdx.kernels.gathering_product import GatheringProduct, most_senders, one_kernel
 from tdx.kernels.library_chunks import bind_library_chunks
 from tdx.kernels.library_product import check_library, library_product
 from tdx.kernels.operand import Operand, begin_aligned, elements, for_each, operand, overlap
@@ -156,7 +156,7 @@ class AllGatherMatmul(Plan):
             first_us, beside = engines_us(world.backend, nbytes * (size - 1) // chunks), 0
             if self.algorithm == "one_kernel":
                 first_us = nbytes / constants(world.backend).link_bytes_per_us
-                beside = senders_of(world, self._widest, size)
+                beside = most_senders(world) // 2
             self.config = self.product.tile(
                 config, world, rows, self._widest, self._depth, parts, parts == 1, first_us,
                 beside=beside,

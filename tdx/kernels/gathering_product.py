@@ -2,8 +2,9 @@
 
 Copy engines, or another kernel beside the product, take several microseconds to begin, and as many
 to be joined. The first blocks of this kernel push the own rows, in pieces, to one peer after the
-other: as few blocks as are done when the rest have computed the own rows' tiles. Those then take
-the peers' tiles, in the order in which they come. There is a signal for each rank and piece.
+other, while the rest compute the own rows' tiles. These then take the peers' tiles, in the order in
+which they come, and from a turn on the first blocks, too. There is a signal for each rank and
+piece. How many push, and when they join, is what takes least time if all tiles take the same.
 
 Rows arrive in slots that are used in turn by calls' parity and need no credit: a rank in call n has
 all rows of call n - 1 of every peer, and so they have left call n - 2.
@@ -11,6 +12,7 @@ all rows of call n - 1 of every peer, and so they have left call n - 2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -34,17 +36,20 @@ from tdx.kernels.tile_product import (
 from tdx.runtime.driver.base import Described
 from tdx.runtime.world import World
 
-__all__ = ["GatheringProduct", "one_kernel", "senders_of"]
+__all__ = ["GatheringProduct", "most_senders", "one_kernel", "schedule"]
 
 # Fewest rows of a rank: b is read for each rank's rows, which fewer do not make up for. Most of
 # all ranks, of two and of more: the tiles lack the blocks that push.
 _FEWEST, _MOST, _MOST_OF_MANY = 512, 4096, 2048
-# Columns of b with which all blocks take as long for a row as one takes to push it to a peer: on an
-# H200 23 GB/s, 640 TFLOP/s.
-_COLUMNS = 28 << 10
+# Elements of a tile in whose time a block pushes one row to a peer: on an H200 23 GB/s, and 79 us
+# for 128 x 256 elements and a depth of 8192 of bfloat16.
+_ROW_ELEMENTS = 295
 _PIECES = tl.constexpr(16)
+_SENDERS = (1, 2, 4, 6, 8, 12, 16)
 _SLOT_BYTES = 128 << 20  # most memory for the rows of all ranks in two calls
-_SIZES = ["rows", "columns", "depth", "line_units", "stride_bk", "stride_bn"]
+_SIZES = [
+    "rows", "columns", "depth", "line_units", "stride_bk", "stride_bn", "senders", "late",
+]  # fmt: skip
 
 
 @triton.jit
@@ -82,14 +87,32 @@ def _push_rows(
 
 
 @triton.jit
+def _turns_of(tiles, order, multipliers, late):
+    """Turns of a program until its tile would be none of the first `tiles`; see _tile."""
+    early = tl.cdiv(tl.maximum(tiles - order, 0), multipliers)
+    rest = tl.maximum(tiles - late * multipliers - order, 0)
+    return tl.minimum(early, late) + tl.cdiv(rest, tl.num_programs(0))
+
+
+@triton.jit
+def _tile(turn, order, multipliers, late):
+    """A program's tile: `late` turns are shared by the multipliers, the others by all programs."""
+    joined = tl.maximum(turn - late, 0)
+    return order + (turn - joined) * multipliers + joined * tl.num_programs(0)
+
+
+@triton.jit
 def _multiply(
-    own, b, c, bias, scale_b, gathered, own_scales, scales, progress, number, block, blocks,
+    own, b, c, bias, scale_b, gathered, own_scales, scales, progress, number, senders, late,
     rows, columns, depth, stride_bk, stride_bn, world,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """A multiplying program's tiles: of the own rows, then of the previous rank's, and so on."""
+    """A program's tiles: of the own rows, then of the previous rank's, and so on.
+
+    The first `senders` programs begin at turn `late`, behind the others.
+    """
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     sound = tdl.no_fault(world)
@@ -97,7 +120,13 @@ def _multiply(
     tiles_n = tl.cdiv(columns, BN)
     tiles = tiles_m * tiles_n
     own_row = me.to(tl.int64) * rows
-    for tile in range(block, tiles, blocks):
+    index = tl.program_id(0)
+    multipliers = tl.num_programs(0) - senders
+    order = tl.where(index < senders, index + multipliers, index - senders)
+    begin = tl.where(index < senders, late, 0)
+    turns = tl.maximum(_turns_of(tiles, order, multipliers, late), begin)
+    for turn in range(begin, turns):
+        tile = _tile(turn, order, multipliers, late)
         row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         total = tile_product(
             own, b, own_scales + own_row, scale_b, 0, row, col, rows, columns, depth,
@@ -109,8 +138,8 @@ def _multiply(
             BM, BN, HAS_BIAS, ACTIVATION, DESCRIBED and BN > 128,
         )  # fmt: skip
     height = tl.cdiv(rows, _PIECES)
-    late = block + tl.cdiv(tl.maximum(tiles - block, 0), blocks) * blocks
-    for tile in range(late, tiles * ranks, blocks):
+    for turn in range(turns, _turns_of(tiles * ranks, order, multipliers, late)):
+        tile = _tile(turn, order, multipliers, late)
         peer = (me + ranks - tile // tiles) % ranks
         row, col = grouped_tile(tile % tiles, tiles_m, tiles_n, GROUP_M)
         first = row * BM // height
@@ -134,38 +163,36 @@ def _multiply(
 @triton.jit(do_not_specialize=_SIZES)
 def gather_multiply_kernel(
     x, own, b, c, bias, scale_b, slots, gathered, own_scales, scales, progress, epoch, channel,
-    world, rows, columns, depth, line_units, stride_bk, stride_bn,
+    world, rows, columns, depth, line_units, stride_bk, stride_bn, senders, late,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
-    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, PUSH: tl.constexpr, SENDERS: tl.constexpr,
-    UNIT: tl.constexpr, SCALED: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN: tl.constexpr, DESCRIBED: tl.constexpr, PUSH: tl.constexpr, UNIT: tl.constexpr,
+    SCALED: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """SENDERS programs push the rows of x, as words; the others multiply.
+    """`senders` programs push the rows of x, as words, before they multiply.
 
     Programs start in order, so those that others wait for are there. Without PUSH it has been done
-    for another b, and all programs multiply.
+    for another b, and `senders` is 0.
     """
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
     stride_bk, stride_bn = known_strides(stride_bk, stride_bn, B_UNIT, EVEN)
-    PUSHING: tl.constexpr = SENDERS if PUSH else 0
-    index = tl.program_id(0)
     number = tdl.epoch(channel) if PUSH else tl.load(epoch)
-    if index < PUSHING:
-        if index == 0:
-            tl.store(epoch, number)
-        _push_rows(
-            x, slots, own_scales, scales, progress, number, index, SENDERS, rows,
-            line_units * UNIT, world, SCALED, SCALES, BLOCK,
-        )  # fmt: skip
-    else:
-        _multiply(
-            own, b, c, bias, scale_b, gathered, own_scales, scales, progress, number,
-            index - PUSHING, tl.num_programs(0) - PUSHING, rows, columns, depth,
-            stride_bk, stride_bn, world, BM, BN, BK, GROUP_M, PRECISION, HAS_BIAS,
-            ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
-        )  # fmt: skip
+    if PUSH:
+        index = tl.program_id(0)
+        if index < senders:
+            if index == 0:
+                tl.store(epoch, number)
+            _push_rows(
+                x, slots, own_scales, scales, progress, number, index, senders, rows,
+                line_units * UNIT, world, SCALED, SCALES, BLOCK,
+            )  # fmt: skip
+    _multiply(
+        own, b, c, bias, scale_b, gathered, own_scales, scales, progress, number, senders, late,
+        rows, columns, depth, stride_bk, stride_bn, world, BM, BN, BK, GROUP_M, PRECISION,
+        HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["row_units"])
@@ -249,20 +276,22 @@ class GatheringProduct:
         """
         world, slots = self._world, self._slots
         _, n, k, *strides = sizes
-        senders = senders_of(world, n, plan.group.size)
+        senders, late = 0, 0
+        if i == self._pusher:
+            senders, late = schedule(world, config, self._rows, n, plan.group.size)
         own, b = product.kinds(config, described, (self._rows, *sizes[1:]))
         rows, _ = product.kinds(config, described, (len(slots), *sizes[1:]))
         gathered = rows.of(slots) if isinstance(rows, Described) else slots
         word, unit = byte_units(self._line or product.dtype.itemsize)
-        width, pushing = word.itemsize, senders if i == self._pusher else 0
-        blocks = pushing + blocks_for(world, config.tiles(self._rows, n) * plan.group.size, pushing)
+        width = word.itemsize
+        blocks = senders + blocks_for(world, config.tiles(self._rows, n) * plan.group.size, senders)
         run = plan.bind(
             gather_multiply_kernel, blocks,
             (word, own, b, product.out_dtype, bias, product.scale_dtype),
             slots.view(word), gathered, self._own_scales, self._scales, self._progress,
             self._epoch, self._channel, plan.group.handle, self._rows, n, k,
-            self._line // (width * unit), *strides[2:], PUSH=pushing > 0, SENDERS=senders,
-            UNIT=unit, SCALED=product.scaled,
+            self._line // (width * unit), *strides[2:], senders, late, PUSH=senders > 0, UNIT=unit,
+            SCALED=product.scaled,
             SCALES=block_elements(world.backend, self._rows),
             BLOCK=self._block(width, config.num_warps), **product.constants,
             **product.product_constants(config, sizes, steps, described),
@@ -303,8 +332,44 @@ def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
     return _FEWEST <= rows <= most // ranks and 2 * ranks * nbytes <= _SLOT_BYTES
 
 
-def senders_of(world: World, columns: int, ranks: int) -> int:
-    """Blocks that push while the others multiply the own rows by so many columns of b."""
-    needed = -(-(ranks - 1) * _COLUMNS // max(1, columns))
-    most = min(constants(world.backend).push_blocks, world.driver.resident_blocks() // 4)
-    return max(1, min(most, power_of_two(needed)))
+def most_senders(world: World) -> int:
+    """Most blocks that push."""
+    return max(1, min(constants(world.backend).push_blocks, world.driver.resident_blocks() // 4))
+
+
+def schedule(world: World, config: Config, rows: int, columns: int, ranks: int) -> tuple[int, int]:
+    """How many blocks push, and at which turn they join the others: with what all end first.
+
+    Times are those of a tile. All pieces of a peer count as there when its last one is.
+    """
+    own = config.tiles(rows, columns)
+    tiles, pieces = own * ranks, _PIECES.value
+    found = []
+    for senders in (n for n in _SENDERS if n <= most_senders(world)):
+        multipliers = blocks_for(world, tiles, senders)
+        pushed_rows = (ranks - 1) * rows * -(-pieces // senders) / pieces
+        pushed = pushed_rows * _ROW_ELEMENTS / (config.block_m * config.block_n)
+        for late in {int(pushed), math.ceil(pushed), -(-tiles // multipliers)}:
+            end = max(
+                _end(order, own, tiles, senders, multipliers, late, pushed)
+                for order in range(multipliers + senders)
+            )
+            found.append((end, -senders, late))
+    _, senders, late = min(found)
+    return -senders, late
+
+
+def _end(
+    order: int, own: int, tiles: int, senders: int, multipliers: int, late: int, pushed: float
+) -> float:
+    """When a program has computed its tiles: see _turns_of."""
+
+    def turns(limit: int) -> int:
+        early = -(-max(limit - order, 0) // multipliers)
+        rest = max(limit - late * multipliers - order, 0)
+        return min(early, late) + -(-rest // (multipliers + senders))
+
+    if order >= multipliers:
+        return pushed + max(turns(tiles) - late, 0)
+    first, count = turns(own), turns(tiles)
+    return count if first == count else max(first, pushed) + count - first

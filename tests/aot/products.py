@@ -28,7 +28,7 @@ def product_call(
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False, "TRACE": False,
         "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "OWN_CHUNK": 0, "SPLIT": 2,
         "WIDE": False, "PAIRS": size == 2, "SCATTERED": False, "BLOCK": 1024, "SAMPLES": 128,
-        "PUSH": True, "SENDERS": 16, "UNIT": 16, "SCALED": size == 1, "SCALES": 256,
+        "PUSH": True, "UNIT": 16, "SCALED": size == 1, "SCALES": 256,
         "PRECISION": "promoted" if promoted else "ieee",
     }  # fmt: skip
     values |= chosen
@@ -47,7 +47,8 @@ def product_call(
         "slots": "*i64", "world": "world", "channel": "channel",
         **dict.fromkeys(
             ("rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk",
-             "stride_bn", "chunk_rows", "chunks", "owned", "owned_rows", "line_units"),
+             "stride_bn", "chunk_rows", "chunks", "owned", "owned_rows", "line_units", "senders",
+             "late"),
             "i32"
         ),
         **dict.fromkeys(values, "constexpr"),
