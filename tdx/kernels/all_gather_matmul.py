@@ -34,9 +34,10 @@ import tdx.language as tdl
 from tdx.kernels.chunk_product import bind_chunks, early_tiles
 from tdx.kernels.gathered_function import gathered_product
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
-from tdx.kernels.gathering_product import GatheringProduct, most_senders, one_kernel
+from tdx.kernels.gathering_product import GatheringProduct, one_kernel
+from tdx.kernels.gathering_turns import leaves_idle, turns
 from tdx.kernels.library_chunks import bind_library_chunks
-from tdx.kernels.library_product import check_library, library_product
+from tdx.kernels.library_product import check_library, library_product, may_multiply
 from tdx.kernels.operand import Operand, begin_aligned, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.product import Config, Product, check_loading, usual_output
@@ -50,6 +51,7 @@ from tdx.kernels.product_options import (
 from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
 from tdx.kernels.split_matmul import split_memory
 from tdx.kernels.tiles import check_config, splits
+from tdx.runtime.agreement import unanimous
 from tdx.runtime.array import Array
 from tdx.runtime.checks import check_int
 from tdx.runtime.errors import InvalidArgument
@@ -130,7 +132,7 @@ class AllGatherMatmul(Plan):
         with self.agreement(world, team) as shared:
             self.shape_a = plain_shape(shape_a)
             self._single, self.shapes_b = shapes_of(self.shape_a, shape_b)
-            self.product = product_of(self, dtype, product)
+            self._traced, self.product = trace, product_of(self, dtype, product)
             self.dtype = self.product.dtype
             self._row_scales, self._pinned = self.product.check_row_scales(row_scales), config
             check_algorithm(self.operation, algorithm, ALGORITHMS)
@@ -142,48 +144,46 @@ class AllGatherMatmul(Plan):
                 raise InvalidArgument("trace is of a kernel of tdx, not with library=True")
             *lead, self._depth = self.shape_a
             self._rows, size = elements(lead), self.group.size
-            line = self._depth * self.dtype.itemsize
-            nbytes = self._rows * line
+            self._widest = max(n for _, n in self.shapes_b)
+            nbytes = self._rows * (line := self._depth * self.dtype.itemsize)
             if chunks_per_rank is None:
                 chunks_per_rank = gather_chunks(world.backend, nbytes, line, size - 1)
             chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
-            self.algorithm = algorithm or (
-                "fused" if following else self._choose(nbytes, chunks, config)
-            )
+            self.algorithm = algorithm or self._choose(nbytes, chunks, config, following)
             check_config(config, "" if self.algorithm == "unfused" else self.algorithm)
             parts = 1 if self.algorithm == "unfused" else size
-            rows, self._widest = self._rows * size // parts, max(n for _, n in self.shapes_b)
-            first_us, beside = engines_us(world.backend, nbytes * (size - 1) // chunks), 0
-            if self.algorithm == "one_kernel":
-                first_us = nbytes / constants(world.backend).link_bytes_per_us
-                beside = most_senders(world) // 2
+            rows = self._rows * size // parts
+            first_us = engines_us(world.backend, nbytes * (size - 1) // chunks)
+            ends = partial(turns, world, rows, self._widest, size)
             self.config = self.product.tile(
                 config, world, rows, self._widest, self._depth, parts, parts == 1, first_us,
-                beside=beside,
+                ends=ends if self.algorithm == "one_kernel" else None,
             )  # fmt: skip
-            self._traced = trace
             shared.update(a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype)
             shared.update(given_algorithm=algorithm, algorithm=self.algorithm)
             shared.update(row_scales=self._row_scales, library=self.product.library)
             if self.algorithm == "fused":  # what the rows of a chunk follow from
                 usual = power_of_two(min(rows, constants(world.backend).tile[0]))
-                self._multiple = config.block_m if config else usual
-                if chunks == 1:  # no ragged tile at a chunk's end
-                    self._multiple = 1
+                usual = config.block_m if config else usual
+                self._multiple = 1 if chunks == 1 else usual  # no ragged tile at a chunk's end
                 shared.update(chunks_per_rank=chunks, multiple=self._multiple)
         with self.preparation():
             self._build(chunks, buffer)
 
-    def _choose(self, nbytes: int, chunks: int, config: Config | None) -> str:
+    def _choose(self, nbytes: int, chunks: int, config: Config | None, following: bool) -> str:
         backend, rows, size = self.world.backend, self._rows, self.group.size
-        if splits(config):
-            return "unfused"
+        if following or splits(config):
+            return "fused" if following else "unfused"
+        engines = size > 1 and nbytes // chunks >= constants(backend).engine_bytes
         if self.product.library:
-            sent = size > 1 and nbytes // chunks >= constants(backend).engine_bytes
-            return "fused" if sent and not follows(backend, rows, nbytes, size) else "unfused"
+            return "fused" if engines and not follows(backend, rows, nbytes, size) else "unfused"
         # scales of rows need another kernel first; not measured
         if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
-            return "one_kernel"
+            shape = (rows, self._widest, self._depth, size)
+            idle = engines and leaves_idle(self.world, self.product, *shape)
+            idle &= may_multiply(self.world, self.product, config)
+            what = f"the algorithm of {self.operation}(a={self.shape_a}, dtype={self.dtype})"
+            return "fused" if unanimous(self.group, what, idle) else "one_kernel"
         if self.product.scaled and rows > _FEWEST and nbytes >= constants(backend).engine_bytes:
             return "fused"
         return "unfused" if follows(backend, rows, nbytes, size) else "fused"

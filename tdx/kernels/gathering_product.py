@@ -3,8 +3,8 @@
 Copy engines, or another kernel beside the product, take several microseconds to begin, and as many
 to be joined. The first blocks of this kernel push the own rows, in pieces, to one peer after the
 other, while the rest compute the own rows' tiles. These then take the peers' tiles, in the order in
-which they come, and from a turn on the first blocks, too. There is a signal for each rank and
-piece. How many push, and when they join, is what takes least time if all tiles take the same.
+which they come, and from a turn on the first blocks do, too. There is a signal for each rank and
+piece; gathering_turns.py has how many push, and when they join.
 
 Rows arrive in slots that are used in turn by calls' parity and need no credit: a rank in call n has
 all rows of call n - 1 of every peer, and so they have left call n - 2.
@@ -12,7 +12,6 @@ all rows of call n - 1 of every peer, and so they have left call n - 2.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,6 +21,7 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.copying import copy_share
 from tdx.kernels.gathering import spread_kernels
+from tdx.kernels.gathering_turns import PIECES, schedule
 from tdx.kernels.operand import Operand, byte_units, elements, operand
 from tdx.kernels.plan import Plan
 from tdx.kernels.product import Config, Product, blocks_for
@@ -34,18 +34,13 @@ from tdx.kernels.tile_product import (
     tile_product,
 )
 from tdx.runtime.driver.base import Described
-from tdx.runtime.world import World
 
-__all__ = ["GatheringProduct", "most_senders", "one_kernel", "schedule"]
+__all__ = ["GatheringProduct", "one_kernel"]
 
 # Fewest rows of a rank: b is read for each rank's rows, which fewer do not make up for. Most of
 # all ranks, of two and of more: the tiles lack the blocks that push.
 _FEWEST, _MOST, _MOST_OF_MANY = 512, 4096, 2048
-# Elements of a tile in whose time a block pushes one row to a peer: on an H200 23 GB/s, and 79 us
-# for 128 x 256 elements and a depth of 8192 of bfloat16.
-_ROW_ELEMENTS = 295
-_PIECES = tl.constexpr(16)
-_SENDERS = (1, 2, 4, 6, 8, 12, 16)
+_PIECES = tl.constexpr(PIECES)
 _SLOT_BYTES = 128 << 20  # most memory for the rows of all ranks in two calls
 _SIZES = [
     "rows", "columns", "depth", "line_units", "stride_bk", "stride_bn", "senders", "late",
@@ -278,7 +273,8 @@ class GatheringProduct:
         _, n, k, *strides = sizes
         senders, late = 0, 0
         if i == self._pusher:
-            senders, late = schedule(world, config, self._rows, n, plan.group.size)
+            tile = (config.block_m, config.block_n)
+            _, senders, late = schedule(world, self._rows, n, plan.group.size, *tile)
         own, b = product.kinds(config, described, (self._rows, *sizes[1:]))
         rows, _ = product.kinds(config, described, (len(slots), *sizes[1:]))
         gathered = rows.of(slots) if isinstance(rows, Described) else slots
@@ -330,46 +326,3 @@ def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
         return False
     most = _MOST if ranks == 2 else _MOST_OF_MANY
     return _FEWEST <= rows <= most // ranks and 2 * ranks * nbytes <= _SLOT_BYTES
-
-
-def most_senders(world: World) -> int:
-    """Most blocks that push."""
-    return max(1, min(constants(world.backend).push_blocks, world.driver.resident_blocks() // 4))
-
-
-def schedule(world: World, config: Config, rows: int, columns: int, ranks: int) -> tuple[int, int]:
-    """How many blocks push, and at which turn they join the others: with what all end first.
-
-    Times are those of a tile. All pieces of a peer count as there when its last one is.
-    """
-    own = config.tiles(rows, columns)
-    tiles, pieces = own * ranks, _PIECES.value
-    found = []
-    for senders in (n for n in _SENDERS if n <= most_senders(world)):
-        multipliers = blocks_for(world, tiles, senders)
-        pushed_rows = (ranks - 1) * rows * -(-pieces // senders) / pieces
-        pushed = pushed_rows * _ROW_ELEMENTS / (config.block_m * config.block_n)
-        for late in {int(pushed), math.ceil(pushed), -(-tiles // multipliers)}:
-            end = max(
-                _end(order, own, tiles, senders, multipliers, late, pushed)
-                for order in range(multipliers + senders)
-            )
-            found.append((end, -senders, late))
-    _, senders, late = min(found)
-    return -senders, late
-
-
-def _end(
-    order: int, own: int, tiles: int, senders: int, multipliers: int, late: int, pushed: float
-) -> float:
-    """When a program has computed its tiles: see _turns_of."""
-
-    def turns(limit: int) -> int:
-        early = -(-max(limit - order, 0) // multipliers)
-        rest = max(limit - late * multipliers - order, 0)
-        return min(early, late) + -(-rest // (multipliers + senders))
-
-    if order >= multipliers:
-        return pushed + max(turns(tiles) - late, 0)
-    first, count = turns(own), turns(tiles)
-    return count if first == count else max(first, pushed) + count - first

@@ -10,6 +10,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.gathering import Gathering
+from tdx.kernels.gathering_turns import leaves_idle
 from tdx.kernels.library_product import library_product, refused
 from tdx.kernels.operand import Operand
 from tdx.kernels.plan import Plan
@@ -47,6 +48,7 @@ def bind_library_chunks(
     out = rows * n * product.out_dtype.itemsize
     aligned = aligned and not any(x % 16 for x in (part, out, 4 * rows * steps[0]))
     pays = product.scaled or rows * n >= _LEAST
+    pays = pays or leaves_idle(plan.world, product, rows, n, k, size)
     multiply = library_product(
         plan.world, product, config, (rows, *sizes[1:]), steps, bias, aligned, pays
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -117,19 +117,20 @@ class Product:
 
     def tile(
         self, config: Config | None, world: World, m: int, n: int, k: int, parts: int = 1,
-        split: bool = False, sending_us: float = 0, described: bool = True, beside: int = 0,
+        split: bool = False, sending_us: float = 0, described: bool = True,
+        ends: Callable[[int, int], float] | None = None,
     ) -> Config:  # fmt: skip
         """`config` if it will do, or else the tile for `parts` products of this size.
 
-        `described`: as the operands are, tensor descriptors may fill it. `beside`: so many blocks
-        do something else. The others: see choose_tile.
+        `described`: as the operands are, tensor descriptors may fill it. The others: see
+        choose_tile.
         """
         if config is None:
             described &= self._unfit(world, Config(16, 16, 16)) is None
             return choose_tile(
                 world.backend, world.device.arch, m, n, k, self.dtype.itemsize, described,
-                world.driver.resident_blocks() - beside, parts, split, sending_us,
-                self.precision == "promoted",
+                world.driver.resident_blocks(), parts, split, sending_us,
+                self.precision == "promoted", ends,
             )  # fmt: skip
         if self.scaled and config.block_k < FLOAT8_DEPTH:
             raise InvalidArgument(

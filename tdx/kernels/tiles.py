@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tdx.kernels.select import MOST_WARPS, constants, power_of_two, shared_bytes
@@ -99,7 +99,7 @@ def check_config(config: object, fused: str = "") -> None:
 def choose_tile(
     backend: str, arch: str, m: int, n: int, k: int, itemsize: int, described: bool = False,
     blocks: int = 1, parts: int = 1, split: bool = False, sending_us: float = 0,
-    promoted: bool = False,
+    promoted: bool = False, ends: Callable[[int, int], float] | None = None,
 ) -> Config:  # fmt: skip
     """The tile of `parts` products (m, k) . (k, n), no larger than they ask for.
 
@@ -107,7 +107,8 @@ def choose_tile(
     may share tiles. Of the widths that fit, the one for which `blocks` blocks take least time, tile
     after tile; where there are few tiles of the narrowest, they are shared. `sending_us`: how much
     later than one part the others can begin, because their rows are sent, or how much earlier they
-    have to end. `promoted`: sums of float8 are, into as many registers again.
+    have to end. `promoted`: sums of float8 are, into as many registers again. `ends`: after how
+    many tiles of a block all ends, by height and width, where it is known better.
     """
     limits = constants(backend)
     rows, columns, depth_bytes = limits.tile
@@ -135,6 +136,10 @@ def choose_tile(
     shares = min(_MOST_SHARES, blocks // max(1, count * -(-n // narrow)), k // _SHARE_DEPTH)
     if split and shares >= _FEWEST_SHARES:
         width = narrow
+    elif ends is not None:
+        shares, times = 1, limits.tile_times
+        fit = [each for each in times if each <= width]
+        width = min(fit, key=lambda each: ends(height, each) * times[each], default=width)
     else:
         tile_us = limits.tile_us * k * itemsize / 1024
         sending = sending_us / tile_us if tile_us else 0

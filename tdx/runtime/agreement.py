@@ -12,7 +12,7 @@ from tdx.runtime.outcomes import table_of
 if TYPE_CHECKING:
     from tdx.runtime.group import Group
 
-__all__ = ["agree", "difference"]
+__all__ = ["agree", "difference", "unanimous"]
 
 
 def agree(group: Group, call: str) -> None:
@@ -24,6 +24,12 @@ def agree(group: Group, call: str) -> None:
     if (found := difference(group, call)) is not None:
         group.world.user_region.diverged = True
         raise found
+
+
+def unanimous(group: Group, what: str, wish: bool) -> bool:
+    """Whether all ranks of the group, which ask for the same, have the wish."""
+    wishes = group.world.channels.allgather(bytes([wish]), what, group.ranks)
+    return all(each[0] for each in wishes)
 
 
 def difference(group: Group, call: str) -> CollectiveMismatch | None:

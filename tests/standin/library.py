@@ -242,4 +242,14 @@ def plans_with_cublas(rank: Rank) -> None:
               "scale_b": world.zeros(n, "float32", symmetric=False)}  # fmt: skip
     tdx.all_gather_matmul(x, y, algorithm="fused", **scales)
     assert not list(library.calls())  # scales of the second rank's rows lie at no multiple of 16
+    # its own kernel would leave blocks idle: for all ranks, or it runs on all
+    chosen, tdx.config.cublas = tdx.config.cublas, True
+    for columns, algorithm, counts in (((3072, 3072), "fused", 2), ((3072, 7168), "one_kernel", 0)):
+        columns = columns[me]
+        x, y = (world.zeros(s, "bfloat16", symmetric=False) for s in ((1024, k), (k, columns)))
+        plan = tdx.AllGatherMatmul(world, x.shape, y.shape, "bfloat16")
+        plan(x, y)
+        found = (plan.algorithm, len(list(library.calls())))
+        assert found == (algorithm, counts), found
+    tdx.config.cublas = chosen
     world.close()

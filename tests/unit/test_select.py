@@ -9,7 +9,8 @@ import pytest
 from tdx.kernels import all_reduce, all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
-from tdx.kernels.gathering_product import most_senders, one_kernel, schedule
+from tdx.kernels.gathering_product import one_kernel
+from tdx.kernels.gathering_turns import most_senders, schedule
 from tdx.kernels.operand import byte_units
 from tdx.kernels.scattered_rows import sent_rows
 from tdx.kernels.select import (
@@ -302,13 +303,14 @@ def test_all_tiles_are_taken_by_the_turns_that_end_first(rows, columns, ranks):
     driver = SimpleNamespace(resident_blocks=lambda: 132)
     world = SimpleNamespace(backend="cuda", driver=driver)
     config = Config(128, 256, 64)
-    senders, late = schedule(world, config, rows, columns, ranks)
+    end, senders, late = schedule(world, rows, columns, ranks, config.block_m, config.block_n)
     assert 1 <= senders <= most_senders(world)
     tiles = config.tiles(rows, columns) * ranks
     multipliers = max(1, min(tiles, 132 - senders))
     early = min(tiles, late * multipliers)
     turns = late + -(-(tiles - early) // (multipliers + senders))
     alone = -(-tiles // 132)
+    assert alone <= max(1, end)
     assert turns <= alone + 1
     # tiles of turns that only the multipliers have, and those of the rest, are all tiles
     taken = [turn * multipliers + order for turn in range(late) for order in range(multipliers)]
