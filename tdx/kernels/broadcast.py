@@ -166,7 +166,7 @@ def scatter_kernel(
     later = tl.where(ranks > 2, 1, 0)  # peers pass a round on before they copy the last one out
     at_once = (ranks == 2) & (slots_are_used == 0)  # nobody waits for a part of it
     rounds = tl.where(at_once, 1, rounds)
-    round_units = tl.where(at_once, 2 * lane_units, round_units)
+    round_units = tl.where(at_once, 2 * tl.cast(lane_units, tl.int64), round_units)
     part_units = tl.where(at_once, lane_units, part_units)
     for turn in range(0, rounds + later):
         if turn < rounds:
