@@ -35,8 +35,8 @@ from tdx.kernels.chunk_product import bind_chunks, early_tiles
 from tdx.kernels.gathered_function import gathered_product
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
 from tdx.kernels.gathering_product import GatheringProduct, one_kernel
-from tdx.kernels.gathering_turns import leaves_idle, turns
-from tdx.kernels.library_chunks import bind_library_chunks
+from tdx.kernels.gathering_turns import turns
+from tdx.kernels.library_chunks import bind_library_chunks, library_gains
 from tdx.kernels.library_product import check_library, library_product, may_multiply
 from tdx.kernels.operand import Operand, begin_aligned, elements, for_each, operand, overlap
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
@@ -180,10 +180,10 @@ class AllGatherMatmul(Plan):
         # scales of rows need another kernel first; not measured
         if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
             shape = (rows, self._widest, self._depth, size)
-            idle = engines and leaves_idle(self.world, self.product, *shape)
-            idle &= may_multiply(self.world, self.product, config)
+            gains = engines and library_gains(self.world, self.product, *shape)
+            gains &= may_multiply(self.world, self.product, config)
             what = f"the algorithm of {self.operation}(a={self.shape_a}, dtype={self.dtype})"
-            return "fused" if unanimous(self.group, what, idle) else "one_kernel"
+            return "fused" if unanimous(self.group, what, gains) else "one_kernel"
         if self.product.scaled and rows > _FEWEST and nbytes >= constants(backend).engine_bytes:
             return "fused"
         return "unfused" if follows(backend, rows, nbytes, size) else "fused"

@@ -15,8 +15,9 @@ from tdx.kernels.library_product import library_product, refused
 from tdx.kernels.operand import Operand
 from tdx.kernels.plan import Plan
 from tdx.kernels.product import Config, Product
+from tdx.runtime.world import World
 
-__all__ = ["bind_library_chunks"]
+__all__ = ["bind_library_chunks", "library_gains"]
 
 # Least elements of a rank's result: fewer tiles leave multiprocessors idle at the end of each
 # rank's rows. Measured on H100s; float8 gains by it at any size.
@@ -27,6 +28,13 @@ _LEAST = 24 << 20
 def arrive_kernel(progress, epoch, world, peer, chunks):
     """Wait until all chunks of `peer` are there."""
     tdl.wait_all(progress + peer * chunks, chunks, world, tl.load(epoch), first_peer=-chunks)
+
+
+def library_gains(
+    world: World, product: Product, rows: int, columns: int, depth: int, ranks: int
+) -> bool:  # fmt: skip
+    """Whether cuBLAS takes less time for `rows` rows of each rank, one rank after the other."""
+    return rows * columns >= _LEAST or leaves_idle(world, product, rows, columns, depth, ranks)
 
 
 def bind_library_chunks(
@@ -47,8 +55,7 @@ def bind_library_chunks(
     part = rows * k * product.dtype.itemsize  # bytes from one rank's rows to the next one's
     out = rows * n * product.out_dtype.itemsize
     aligned = aligned and not any(x % 16 for x in (part, out, 4 * rows * steps[0]))
-    pays = product.scaled or rows * n >= _LEAST
-    pays = pays or leaves_idle(plan.world, product, rows, n, k, size)
+    pays = product.scaled or library_gains(plan.world, product, rows, n, k, size)
     multiply = library_product(
         plan.world, product, config, (rows, *sizes[1:]), steps, bias, aligned, pays
     )

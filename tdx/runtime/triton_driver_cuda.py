@@ -276,7 +276,7 @@ _loaded: dict[tuple[int, str], int] = {}  # by GPU and hash; they stay, as in Tr
 def compile_kernel(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> Compiled:
     """Compile and load `kernel` for arguments like these; nothing is launched.
 
-    Raises DriverError for whatever goes wrong in Triton.
+    Raises Unsupported where the GPU cannot run it, DriverError for whatever goes wrong in Triton.
     """
     try:
         with compiled_once(kernel, named):
@@ -289,6 +289,12 @@ def compile_kernel(kernel: Any, args: Sequence[Any], named: dict[str, Any]) -> C
         device = active.get_current_device()  # a later world of the process may have another one
         function = _loaded.get((device, compiled.hash))
         if function is None:
+            most = active.utils.get_device_properties(device)["max_shared_mem"]
+            if shared > most:
+                raise Unsupported(
+                    f"{compiled.name}: a block needs {shared} bytes of shared memory, of which "
+                    f"this GPU has {most}; take a smaller tile, or fewer num_stages"
+                )
             # not compiled.run: that also builds a launcher in C, which we do not use
             _, function, *_ = active.utils.load_binary(
                 compiled.name, compiled.kernel, shared, device

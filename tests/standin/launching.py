@@ -131,8 +131,9 @@ def launches_of_two_threads(rank: Rank) -> None:
 
 @scenario(1)
 def kernel_that_cannot_be_laid_out(rank: Rank) -> None:
-    """The driver is asked for a kernel's parameters, and to finish loading it."""
+    """The driver is asked for a kernel's parameters, and to finish loading it; a tile is too deep."""
     import tdx
+    from tdx.kernels.matmul import Config
 
     world = rank.init()
     rank.fake.more_parameters = 1
@@ -144,6 +145,10 @@ def kernel_that_cannot_be_laid_out(rank: Rank) -> None:
         tdx.AllReduce(world, (64,), np.float32)
     rank.fake.heal()
     tdx.AllReduce(world, (64,), np.float32)(world.array(np.ones(64, np.float32)))
+    a = world.zeros((1024, 1024), "bfloat16", symmetric=False)
+    deep = Config(128, 128, 64, num_stages=9)
+    with pytest.raises(tdx.errors.Unsupported, match=r"\d+ bytes of shared memory, of which this"):
+        tdx.matmul(a, a, config=deep)
     world.close()
 
 
