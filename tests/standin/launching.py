@@ -131,7 +131,7 @@ def launches_of_two_threads(rank: Rank) -> None:
 
 @scenario(1)
 def kernel_that_cannot_be_laid_out(rank: Rank) -> None:
-    """The driver is asked for a kernel's parameters, and to finish loading it; a tile is too deep."""
+    """The driver is asked for a kernel's parameters, and to finish loading it; one is too large."""
     import tdx
     from tdx.kernels.matmul import Config
 
