@@ -34,8 +34,8 @@ import tdx.language as tdl
 from tdx.kernels.chunk_product import bind_chunks, early_tiles
 from tdx.kernels.gathered_function import gathered_product
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
-from tdx.kernels.gathering_product import GatheringProduct, one_kernel
-from tdx.kernels.gathering_turns import turns
+from tdx.kernels.gathering_product import GatheringProduct
+from tdx.kernels.gathering_turns import end_of_turns, one_kernel
 from tdx.kernels.library_chunks import bind_library_chunks, library_gains
 from tdx.kernels.library_product import check_library, library_product, may_multiply
 from tdx.kernels.operand import Operand, begin_aligned, elements, for_each, operand, overlap
@@ -80,7 +80,7 @@ class AllGatherMatmul(Plan):
     dtype
         float16, bfloat16, float32 or float8_e4m3fn.
     algorithm : {"fused", "one_kernel", "unfused"}, optional
-        None: not "fused" for few rows, unless one of the next two is given.
+        None: "fused" for many rows, where cuBLAS gains, or if one of the next two is given.
     chunks_per_rank : int, optional
         Signals per rank: finer chunks start earlier and cost more signals. For "fused".
     trace : bool
@@ -154,7 +154,7 @@ class AllGatherMatmul(Plan):
             parts = 1 if self.algorithm == "unfused" else size
             rows = self._rows * size // parts
             first_us = engines_us(world.backend, nbytes * (size - 1) // chunks)
-            ends = partial(turns, world, rows, self._widest, size)
+            ends = partial(end_of_turns, world, rows, self._widest, size)
             self.config = self.product.tile(
                 config, world, rows, self._widest, self._depth, parts, parts == 1, first_us,
                 ends=ends if self.algorithm == "one_kernel" else None,
@@ -181,9 +181,9 @@ class AllGatherMatmul(Plan):
         if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
             shape = (rows, self._widest, self._depth, size)
             gains = engines and library_gains(self.world, self.product, *shape)
-            gains &= may_multiply(self.world, self.product, config)
-            what = f"the algorithm of {self.operation}(a={self.shape_a}, dtype={self.dtype})"
-            return "fused" if unanimous(self.group, what, gains) else "one_kernel"
+            gains = gains and may_multiply(self.world, self.product, config)
+            call = f"{self.operation}(a={self.shape_a}, dtype={self.dtype}, given_algorithm=None)"
+            return "fused" if unanimous(self.group, call, gains) else "one_kernel"
         if self.product.scaled and rows > _FEWEST and nbytes >= constants(backend).engine_bytes:
             return "fused"
         return "unfused" if follows(backend, rows, nbytes, size) else "fused"

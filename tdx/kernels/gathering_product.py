@@ -35,13 +35,9 @@ from tdx.kernels.tile_product import (
 )
 from tdx.runtime.driver.base import Described
 
-__all__ = ["GatheringProduct", "one_kernel"]
+__all__ = ["GatheringProduct"]
 
-# Fewest rows of a rank: b is read for each rank's rows, which fewer do not make up for. Most of
-# all ranks, of two and of more: the tiles lack the blocks that push.
-_FEWEST, _MOST, _MOST_OF_MANY = 512, 4096, 2048
 _PIECES = tl.constexpr(PIECES)
-_SLOT_BYTES = 128 << 20  # most memory for the rows of all ranks in two calls
 _SIZES = [
     "rows", "columns", "depth", "line_units", "stride_bk", "stride_bn", "senders", "late",
 ]  # fmt: skip
@@ -76,9 +72,6 @@ def _push_rows(
             tdl.notify(signals + piece, peer, world, number)
     for piece in range(index, _PIECES, senders):
         tdl.notify(signals + piece, me, world, number)
-    if index == 0:  # also where no tile waits for the rows
-        expected = ranks * _PIECES
-        tdl.wait_all(progress, expected, world, number, first_peer=-expected)
 
 
 @triton.jit
@@ -106,7 +99,7 @@ def _multiply(
 ):  # fmt: skip
     """A program's tiles: of the own rows, then of the previous rank's, and so on.
 
-    The first `senders` programs begin at turn `late`, behind the others.
+    The first `senders` programs begin at turn `late`, behind the others; see gathering_turns.py.
     """
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
@@ -188,6 +181,9 @@ def gather_multiply_kernel(
         rows, columns, depth, stride_bk, stride_bn, world, BM, BN, BK, GROUP_M, PRECISION,
         HAS_BIAS, ACTIVATION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
     )  # fmt: skip
+    if PUSH and tl.program_id(0) == 0:  # also where no tile waits for the rows
+        expected = tdl.num_ranks(world) * _PIECES
+        tdl.wait_all(progress, expected, world, number, first_peer=-expected)
 
 
 @triton.jit(do_not_specialize=["row_units"])
@@ -315,14 +311,3 @@ class GatheringProduct:
 
     def confirm(self, stream: int, read: bool = True) -> None:
         """Kernels look for faults before they write."""
-
-
-def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
-    """Whether `rows` rows of each rank, `nbytes`, are gathered by the kernel that multiplies.
-
-    Ranks choose alike: N, which may differ between them, says nothing here.
-    """
-    if backend == "host" or ranks == 1:
-        return False
-    most = _MOST if ranks == 2 else _MOST_OF_MANY
-    return _FEWEST <= rows <= most // ranks and 2 * ranks * nbytes <= _SLOT_BYTES

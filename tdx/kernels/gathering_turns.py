@@ -12,8 +12,14 @@ from tdx.kernels.product import Product, blocks_for
 from tdx.kernels.select import constants
 from tdx.runtime.world import World
 
-__all__ = ["PIECES", "leaves_idle", "most_senders", "schedule", "turns"]
+__all__ = [
+    "PIECES", "end_of_turns", "leaves_idle", "most_senders", "one_kernel", "schedule", "turns_of",
+]  # fmt: skip
 
+# Fewest rows of a rank: b is read for each rank's rows, which fewer do not make up for. Most of
+# all ranks, of two and of more: copy engines take no blocks from the product.
+_FEWEST, _MOST, _MOST_OF_MANY = 512, 4096, 2048
+_SLOT_BYTES = 128 << 20  # most memory for the rows of all ranks in two calls
 PIECES = 16  # in which the rows of a rank are pushed
 _SENDERS = (1, 2, 4, 6, 8, 12, 16)
 # Elements of a tile in whose time a block pushes one row to a peer: on an H200 23 GB/s, and 79 us
@@ -29,7 +35,18 @@ def most_senders(world: World) -> int:
     return max(1, min(constants(world.backend).push_blocks, world.driver.resident_blocks() // 4))
 
 
-def turns(
+def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
+    """Whether `rows` rows of each rank, `nbytes`, are gathered by the kernel that multiplies.
+
+    Ranks choose alike: N, which may differ between them, says nothing here; see leaves_idle.
+    """
+    if backend == "host" or ranks == 1:
+        return False
+    most = _MOST if ranks == 2 else _MOST_OF_MANY
+    return _FEWEST <= rows <= most // ranks and 2 * ranks * nbytes <= _SLOT_BYTES
+
+
+def end_of_turns(
     world: World, rows: int, columns: int, ranks: int, height: int, width: int
 ) -> float:  # fmt: skip
     """After how many tiles, of height x width, of a block the kernel ends: see schedule."""
@@ -60,30 +77,36 @@ def schedule(
 def leaves_idle(
     world: World, product: Product, rows: int, columns: int, depth: int, ranks: int
 ) -> bool:  # fmt: skip
-    """Whether copy engines and cuBLAS, which deals out tiles otherwise, are faster."""
+    """Whether copy engines and cuBLAS, which deals out tiles otherwise, are faster than this."""
     limits, size = constants(world.backend), product.dtype.itemsize
     times = limits.tile_times
-    if ranks != 2 or size != 2 or not times:  # not measured
+    if not one_kernel(world.backend, rows, rows * depth * size, ranks):
+        return False
+    if ranks != 2 or size != 2:  # not measured
         return False
     height, widest = limits.tile[0], max(times)
-    end = min(turns(world, rows, columns, ranks, height, width) * times[width] for width in times)
+    end = min(
+        end_of_turns(world, rows, columns, ranks, height, width) * times[width] for width in times
+    )
     tiles = ranks * -(-rows // height) * columns / widest
     idle = end - tiles / world.driver.resident_blocks()
     idle_us = idle * limits.tile_us * depth * size / 1024
     return idle > _IDLE * end and idle_us > _IDLE_ENGINES * limits.engine_us
 
 
+def turns_of(limit: int, order: int, senders: int, multipliers: int, late: int) -> int:
+    """Turns of a block until its tile would be none of the first `limit`, as the kernel counts."""
+    early = -(-max(limit - order, 0) // multipliers)
+    rest = max(limit - late * multipliers - order, 0)
+    return min(early, late) + -(-rest // (multipliers + senders))
+
+
 def _end(
     order: int, own: int, tiles: int, senders: int, multipliers: int, late: int, pushed: float
 ) -> float:
-    """When a program has computed its tiles: see _turns_of."""
-
-    def turns(limit: int) -> int:
-        early = -(-max(limit - order, 0) // multipliers)
-        rest = max(limit - late * multipliers - order, 0)
-        return min(early, late) + -(-rest // (multipliers + senders))
-
+    """When a block has computed its tiles."""
+    count = turns_of(tiles, order, senders, multipliers, late)
     if order >= multipliers:
-        return pushed + max(turns(tiles) - late, 0)
-    first, count = turns(own), turns(tiles)
+        return pushed + max(count - late, 0)
+    first = turns_of(own, order, senders, multipliers, late)
     return count if first == count else max(first, pushed) + count - first

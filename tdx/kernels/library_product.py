@@ -119,7 +119,7 @@ def _close(world: World, cublas: Cublas) -> None:
 
 def may_multiply(world: World, product: Product, config: Config | None) -> bool:
     """Whether cuBLAS is there for a product, if that is faster. Ranks may have to agree on it."""
-    if config is not None or product.library is False:
+    if config is not None or product.library is False or _unfit_activation(product):
         return False
     return bool(product.library or settings.cublas) and _library_of(world)[0] is not None
 

@@ -93,8 +93,9 @@ class Plan(Repeating):
     def agreement(self, world: World, team: Group | None) -> Iterator[dict[str, Any]]:
         """Check arguments in the block, then agree with all ranks on what it puts into the dict.
 
-        The block runs locally and changes nothing but attributes of the plan. If it raises, the
-        other ranks raise CollectiveMismatch at once.
+        The block changes nothing but attributes of the plan, and runs locally, but for a vote by
+        `unanimous` to which all that ranks agree on leads. If it raises, the other ranks raise
+        CollectiveMismatch at once.
         """
         world.check()
         self.world, self.group = world, group_of(world, team, self.operation)

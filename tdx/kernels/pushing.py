@@ -76,6 +76,12 @@ def staged(announced, world):
     return tl.max(missing.to(tl.int32)) != 0
 
 
+@triton.jit
+def _arrived(stage, turn, peer, size, world):
+    """The staging slot, of `size` words, with what `peer` has pushed in a round."""
+    return stage + ((turn & 1) * tdl.num_ranks(world) + peer) * size
+
+
 @triton.jit(do_not_specialize=["direct", "units", "round_units"])
 def push_kernel(
     x, out, stage, places, channel, world, direct, units, round_units,
@@ -99,10 +105,11 @@ def push_kernel(
     announced, ok = announce(places, stage, out, direct, number, world)
     step = tl.where(staged(announced, world), round_units, units)
     rounds = tl.cdiv(units, step)
-    for turn in range(0, rounds):
+    for turn in range(0, rounds + tl.where(direct == 0, 1, 0)):
         begin = turn * step
-        count = tl.minimum(step, units - begin) * UNIT
-        brings = (direct == 0) & (turn > 0)  # home what came in the round before
+        count = tl.maximum(tl.minimum(step, units - begin), 0) * UNIT
+        before = tl.where((direct == 0) & (turn > 0), begin - step, units)
+        brought = tl.minimum(step, units - before) * UNIT  # home, of the round before
         if ok:
             for hop in range(1, ranks):
                 peer = (me + hop) % ranks
@@ -116,9 +123,9 @@ def push_kernel(
                 source = x + ((peer * units if EACH else 0) + begin) * UNIT
                 own = (me * units + begin) * UNIT
                 own_source = x + (own if EACH else begin * UNIT)
-                home = out + (peer * units + begin - step) * UNIT
-                arrived = stage + ((1 - (turn & 1)) * ranks + peer) * round_units * UNIT
-                if brings & (count == step * UNIT):
+                if (brought == count) & (WIDTH >= 4):
+                    home = out + (peer * units + before) * UNIT
+                    arrived = _arrived(stage, turn - 1, peer, round_units * UNIT, world)
                     if OWN_FIRST or hop > 1:
                         copy_two_shares(
                             to, source, home, arrived, count, index, parts, BLOCK, GROUP
@@ -135,18 +142,13 @@ def push_kernel(
                         copy_two_shares(
                             to, source, out + own, own_source, count, index, parts, BLOCK, GROUP
                         )
-                    if brings:
-                        copy_share(home, arrived, step * UNIT, index, parts, BLOCK, GROUP)
-        ok = tdl.barrier(channel, world) & ok
-    if ok & (direct == 0):
-        begin = (rounds - 1) * step
-        for hop in range(1, ranks):
-            peer = (me + hop) % ranks
-            arrived = stage + (((rounds - 1) & 1) * ranks + peer) * round_units * UNIT
-            copy_share(
-                out + (peer * units + begin) * UNIT, arrived, (units - begin) * UNIT, index, parts,
-                BLOCK, GROUP,
-            )  # fmt: skip
+                    copy_share(
+                        out + (peer * units + before) * UNIT,
+                        _arrived(stage, turn - 1, peer, round_units * UNIT, world),
+                        brought, index, parts, BLOCK, GROUP,
+                    )  # fmt: skip
+        if turn < rounds:
+            ok = tdl.barrier(channel, world) & ok
 
 
 class Push:
@@ -186,6 +188,7 @@ class Push:
             word, unit = byte_units(alignment)
             width = word.itemsize
             own_first = self._nbytes <= self._blocks * self._block or plan.group.size == 1
+            own_first |= unit == 1  # words loaded one by one leave no registers for a third copy
             kernel = self._kernels[direct, alignment] = plan.bind(
                 push_kernel, self._blocks, (word, word), self._stage.view(word), self._places,
                 self._channel, plan.group.handle, int(direct),

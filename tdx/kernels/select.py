@@ -192,7 +192,7 @@ class Movement:
     signal_bytes : int
         What a link carries while a peer answers stores and a signal behind them.
     broadcast_rounds : tuple[int, int]
-        Least and most of a round of a pipelined broadcast, both lanes together: powers of two from
+        Least and most bytes of a round of a pipelined broadcast in both lanes: powers of two from
         512 on. Its staging takes four.
     """
 

@@ -26,20 +26,23 @@ def agree(group: Group, call: str) -> None:
         raise found
 
 
-def unanimous(group: Group, what: str, wish: bool) -> bool:
-    """Whether all ranks of the group, which ask for the same, have the wish."""
-    wishes = group.world.channels.allgather(bytes([wish]), what, group.ranks)
+def unanimous(group: Group, call: str, wish: bool) -> bool:
+    """Whether all ranks of the group, which make this call, have the wish."""
+    wishes = group.world.channels.allgather(bytes([wish]), _named(group, call), group.ranks)
     return all(each[0] for each in wishes)
 
 
 def difference(group: Group, call: str) -> CollectiveMismatch | None:
     """As agree, but returns what it would raise where only the heaps differ."""
     world = group.world
-    text = f"{call} team={list(group.ranks)}" if group.index else call
     digest = world.user_region.heap.digest
-    if len(set(world.channels.allgather(digest, text, group.ranks))) == 1:
+    if len(set(world.channels.allgather(digest, _named(group, call), group.ranks))) == 1:
         return None
     return _diverged(group, call)  # every rank sees the same digests and comes here
+
+
+def _named(group: Group, call: str) -> str:
+    return f"{call} team={list(group.ranks)}" if group.index else call
 
 
 def _diverged(group: Group, call: str) -> CollectiveMismatch:

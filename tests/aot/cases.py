@@ -201,7 +201,7 @@ CASES = {
     "push-scaled": _push(scaled=True),
     "push-all": _pushed(),
     "push-one": _pushed(each=False, own_first=True),
-    "push-odd": _pushed("*i8", 1),
+    "push-odd": _pushed("*i8", 1, own_first=True),
     "words-i64": _words("low_latency", "*i64", EACH=True, RANKS=4),
     "words-i16": _words("low_latency", "*i16", EACH=False, RANKS=8),
     "root-words-i64": _words("broadcast", "*i64"),

@@ -85,7 +85,7 @@ def _gathers(
         tile = make(algorithm="one_kernel").config
         for width in _WIDTHS:
             plan = make(algorithm="one_kernel", config=_tile(world, tile, width))
-            label = f"one_kernel {width} columns, {senders} push"
+            label = f"one_kernel {width} columns, up to {senders} push"
             compared.ours(label, partial(plan, a, b, result.out), result)
     CONSTANTS[world.backend] = usual
     compared.time()

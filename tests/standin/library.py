@@ -244,10 +244,13 @@ def plans_with_cublas(rank: Rank) -> None:
     assert not list(library.calls())  # scales of the second rank's rows lie at no multiple of 16
     # its own kernel would leave blocks idle: for all ranks, or it runs on all
     chosen, tdx.config.cublas = tdx.config.cublas, True
-    for columns, algorithm, counts in (((3072, 3072), "fused", 2), ((3072, 7168), "one_kernel", 0)):
-        columns = columns[me]
-        x, y = (world.zeros(s, "bfloat16", symmetric=False) for s in ((1024, k), (k, columns)))
-        plan = tdx.AllGatherMatmul(world, x.shape, y.shape, "bfloat16")
+    for columns, activation, algorithm, counts in (
+        ((3072, 3072), None, "fused", 2), ((3072, 7168), None, "one_kernel", 0),
+        ((3072, 3072), "gelu", "one_kernel", 0),  # which is no part of cuBLAS's products
+    ):  # fmt: skip
+        shapes = (1024, k), (k, columns[me])
+        x, y = (world.zeros(shape, "bfloat16", symmetric=False) for shape in shapes)
+        plan = tdx.AllGatherMatmul(world, *shapes, "bfloat16", activation=activation)
         plan(x, y)
         found = (plan.algorithm, len(list(library.calls())))
         assert found == (algorithm, counts), found

@@ -9,8 +9,7 @@ import pytest
 from tdx.kernels import all_reduce, all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
-from tdx.kernels.gathering_product import one_kernel
-from tdx.kernels.gathering_turns import most_senders, schedule
+from tdx.kernels.gathering_turns import most_senders, one_kernel, schedule, turns_of
 from tdx.kernels.operand import byte_units
 from tdx.kernels.scattered_rows import sent_rows
 from tdx.kernels.select import (
@@ -299,7 +298,6 @@ def test_few_waves_are_gathered_where_they_are_multiplied():
 @pytest.mark.parametrize("columns", [0, 1024, 3072, 5120, 7168, 28672])
 @pytest.mark.parametrize("rows", [512, 2048])
 def test_all_tiles_are_taken_by_the_turns_that_end_first(rows, columns, ranks):
-    """What the kernel does with `senders` and `late`, tile by tile."""
     driver = SimpleNamespace(resident_blocks=lambda: 132)
     world = SimpleNamespace(backend="cuda", driver=driver)
     config = Config(128, 256, 64)
@@ -307,18 +305,11 @@ def test_all_tiles_are_taken_by_the_turns_that_end_first(rows, columns, ranks):
     assert 1 <= senders <= most_senders(world)
     tiles = config.tiles(rows, columns) * ranks
     multipliers = max(1, min(tiles, 132 - senders))
-    early = min(tiles, late * multipliers)
-    turns = late + -(-(tiles - early) // (multipliers + senders))
-    alone = -(-tiles // 132)
-    assert alone <= max(1, end)
-    assert turns <= alone + 1
-    # tiles of turns that only the multipliers have, and those of the rest, are all tiles
-    taken = [turn * multipliers + order for turn in range(late) for order in range(multipliers)]
-    taken += [
-        late * multipliers + turn * (multipliers + senders) + order
-        for turn in range(turns - late) for order in range(multipliers + senders)
-    ]  # fmt: skip
-    assert sorted(taken)[:tiles] == list(range(tiles))
+    counts = [turns_of(tiles, i, senders, multipliers, late) for i in range(multipliers + senders)]
+    taken = sum(counts[:multipliers]) + sum(max(n - late, 0) for n in counts[multipliers:])
+    assert taken == tiles
+    assert -(-tiles // 132) <= max(counts) <= -(-tiles // 132) + 1
+    assert end >= max(counts)
 
 
 def test_parts_are_tiled_as_one_product():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tdx
+from tdx.kernels import gathering_product
 from tdx.kernels.all_gather_matmul import ALGORITHMS
 from tdx.kernels.matmul import Config
 from tests.helpers.blocks import many_blocks
@@ -62,6 +63,25 @@ def case_values(world, dtype):
             world.array(whole, symmetric=False), y, bias=z, activation="gelu", config=SMALL
         )
         assert_same_bits(alone.numpy(), out.numpy())
+
+
+@worlds(2, 3)
+def case_blocks_that_push_join(world):
+    """At any turn: each tile is taken once, and gathered rows are right in the next call, too."""
+    m, k, n = 40, 33, 70
+    b = values(9, (k, n), "float32")
+    y = world.array(b, symmetric=False)
+    for senders, late in ((1, 0), (2, 1), (3, 0), (3, 1), (3, 2), (5, 1), (2, 100)):
+        with pytest.MonkeyPatch.context() as patch:
+            chosen = (0.0, senders, late)
+            patch.setattr(gathering_product, "schedule", lambda *_, chosen=chosen: chosen)
+            plan = plan_of(world, (m, k), (k, n), config=SMALL)
+            for salt in range(2):
+                x = world.array(values(world.rank, (m, k), "float32", salt), symmetric=False)
+                out = world.array(poisoned((world.size * m, n), "float32"), symmetric=False)
+                whole = whole_a(world, (m, k), "float32", salt)
+                close(plan(x, y, out), product(whole, b), k, "float32")
+                assert_same_bits(plan.gathered().numpy(), whole)
 
 
 @worlds(2, 3)
