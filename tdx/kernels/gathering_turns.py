@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from tdx.kernels.product import Product, blocks_for
+from tdx.kernels.product import Product, blocks_for, least_us
 from tdx.kernels.select import constants
 from tdx.runtime.world import World
 
@@ -84,14 +84,13 @@ def leaves_idle(
         return False
     if ranks != 2 or size != 2:  # not measured
         return False
-    height, widest = limits.tile[0], max(times)
+    height = limits.tile[0]
     end = min(
         end_of_turns(world, rows, columns, ranks, height, width) * times[width] for width in times
     )
-    tiles = ranks * -(-rows // height) * columns / widest
-    idle = end - tiles / world.driver.resident_blocks()
-    idle_us = idle * limits.tile_us * depth * size / 1024
-    return idle > _IDLE * end and idle_us > _IDLE_ENGINES * limits.engine_us
+    end_us = end * limits.tile_us * depth * size / 1024
+    idle_us = end_us - least_us(world, size, ranks * rows, columns, depth)
+    return idle_us > max(_IDLE * end_us, _IDLE_ENGINES * limits.engine_us)
 
 
 def turns_of(limit: int, order: int, senders: int, multipliers: int, late: int) -> int:

@@ -9,8 +9,7 @@ fused    Persistent blocks compute the tiles of the next rank's rows first and t
          it, when those of the peers are there.
          W ranks: (W - 1) / W * M * N * partial itemsize bytes out of each rank, hidden behind
          2 * M * N * K_local operations but for the last rows.
-unfused  The product, then a reduce-scatter (product_first.py), for few rows: those take less time
-         to send than copy engines take to begin.
+unfused  The product, then a reduce-scatter (product_first.py), where copy engines begin too late.
 one_kernel
          For few rows: blocks push each tile's rows to their owners as soon as it is finished, with
          a signal, and add all ranks' own rows of it. See summed_tiles.py.
@@ -41,7 +40,7 @@ from tdx.kernels.copy_push import CopyPush, enter_kernel
 from tdx.kernels.library_sums import bind_library_sums
 from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.product import Config, blocks_for
+from tdx.kernels.product import Config, blocks_for, least_us
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.product_options import ProductOptions, options_of, takes_options
 from tdx.kernels.reduce_scatter import ReduceScatter
@@ -53,10 +52,11 @@ from tdx.kernels.scattered_rows import (
     sum_tile,
     wait_each,
 )
-from tdx.kernels.select import follows
+from tdx.kernels.select import constants, follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.kernels.tiles import splits
+from tdx.runtime.agreement import unanimous
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
@@ -66,6 +66,7 @@ __all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"
 ALGORITHMS = ("fused", "one_kernel", "low_latency", "unfused")
 _PUSHED_BYTES = 4 << 20  # most partial sums of a rank that one kernel pushes: nothing hides them
 _LONG = 1 << 16
+_SHORT = 3  # a short product's time, in that of copy engines besides the bytes; on two H200s
 _FIRST = 256  # rows of a rank from which float8 is multiplied first, by cuBLAS; on two H100s
 _SIZES = [
     "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
@@ -233,9 +234,8 @@ class MatmulReduceScatter(ReducedProduct):
         elif algorithm is None:  # whatever K_local is, which may differ between ranks
             algorithm = self._usual(splits(tile(_LONG, split=True)))
             large = self.product.scaled and self._rows >= _FIRST and columns % 16 == 0
-            if algorithm != "fused" and (large and self.has_library()):
-                algorithm = "unfused"
-            if self.product.library and (algorithm != "fused" or size == 1):
+            gains = algorithm != "fused" and (large and self.has_library())
+            if gains or (self.product.library and (algorithm != "fused" or size == 1)):
                 algorithm = "unfused"
         self.same_tile = algorithm == "one_kernel"
         if algorithm == "fused":
@@ -253,12 +253,22 @@ class MatmulReduceScatter(ReducedProduct):
         backend, size, columns = self.world.backend, self.group.size, self.shape_b[1]
         nbytes = self._rows * columns * self.partial_dtype.itemsize
         if not follows(backend, self._rows, nbytes, size):
-            return "fused"
+            return "unfused" if self._is_short((size - 1) * nbytes) else "fused"
         if split:
             return "unfused"
         if sends_words(nbytes, size):
             return "low_latency"
         return "one_kernel" if (size - 1) * nbytes <= _PUSHED_BYTES else "unfused"
+
+    def _is_short(self, sent: int) -> bool:
+        """Whether `sent` bytes go faster than copy engines begin, and all products are short."""
+        limits, itemsize = constants(self.world.backend), self.dtype.itemsize
+        if not 0 < sent < limits.engine_us * limits.link_bytes_per_us or itemsize > 2:
+            return False
+        sizes = (self._rows * self.group.size, self.shape_b[1], self.shape_b[0])
+        call = f"{self.operation}(rows={sizes[0]}, columns={sizes[1]}, given_algorithm=None)"
+        short = least_us(self.world, itemsize, *sizes) < _SHORT * limits.engine_us
+        return unanimous(self.group, call, short)
 
     def _build(self) -> Way:
         if self.algorithm == "unfused":

@@ -25,6 +25,7 @@ __all__ = [
     "Product",
     "blocks_for",
     "check_loading",
+    "least_us",
 ]
 
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
@@ -347,6 +348,13 @@ def check_loading(plan: Plan, stream: Any, *operands: Operand) -> None:
     if stream is None and plan.world.recording is None:
         stream = next((op.home for op in operands if op.home is not None), None)
     check_recording(plan.world, plan.operation, stream)
+
+
+def least_us(world: World, itemsize: int, rows: int, columns: int, depth: int) -> float:
+    """Microseconds of a product, at least: as if no block was ever idle."""
+    limits = constants(world.backend)
+    tiles = rows * columns / (limits.tile[0] * max(limits.tile_times))
+    return tiles / world.driver.resident_blocks() * limits.tile_us * depth * itemsize / 1024
 
 
 def blocks_for(world: World, tiles: int, beside: int = 0) -> int:

@@ -254,5 +254,9 @@ def plans_with_cublas(rank: Rank) -> None:
         plan(x, y)
         found = (plan.algorithm, len(list(library.calls())))
         assert found == (algorithm, counts), found
+    for depths, algorithm in (((2048, 2048), "unfused"), ((2048, 7168), "fused")):
+        shapes = (1024, depths[me]), (depths[me], 4096)
+        plan = tdx.MatmulReduceScatter(world, *shapes, "bfloat16")
+        assert plan.algorithm == algorithm, depths
     tdx.config.cublas = chosen
     world.close()
