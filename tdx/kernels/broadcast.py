@@ -37,7 +37,7 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx import abi
 from tdx.kernels.call import one_line
-from tdx.kernels.copying import VECTOR, copy_share, copy_two_shares, padded
+from tdx.kernels.copying import VECTOR, copy_share, copy_shares, padded
 from tdx.kernels.low_latency import load_words, store_words
 from tdx.kernels.operand import Operand, byte_units, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
@@ -185,7 +185,7 @@ def scatter_kernel(
                     )
                     at = (begin + first) * UNIT
                     if ok & (me == root):
-                        copy_two_shares(
+                        copy_shares(
                             to, x + at, out + at, x + at, size * UNIT, index, parts, BLOCK, GROUP
                         )
                     elif ok:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["VECTOR", "copy_share", "copy_three_shares", "copy_two_shares", "padded"]
+__all__ = ["VECTOR", "copy_share", "copy_shares", "padded"]
 
 # Slots lie at multiples of this many elements from each other, passed to kernels as multiples of
 # it: the compiler then knows their alignment, whatever the size.
@@ -37,51 +37,32 @@ def copy_share(
 
 
 @triton.jit
-def copy_two_shares(
+def copy_shares(
     to, source, other_to, other_source, count, index, parts,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr = 1,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr = 1, third_to=None, third_source=None,
 ):  # fmt: skip
-    """`copy_share` of two pairs at once: a store to a peer and a local one hide each other."""
+    """`copy_share` of two or three pairs at once: stores to peers hide local ones."""
     whole = count // BLOCK
     for turn in range(index, _turns(whole, parts, GROUP), parts):
         block = _block(turn, index, parts, GROUP)
         if GROUP == 1 or block < whole:
             at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            value = tl.load(source + at)
-            other = tl.load(other_source + at)
-            tl.store(to + at, value)
-            tl.store(other_to + at, other)
+            _copy_at(to, source, other_to, other_source, third_to, third_source, at, None)
     if (whole * BLOCK < count) & (whole // GROUP % parts == index):
         at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(source + at, mask=at < count)
-        other = tl.load(other_source + at, mask=at < count)
-        tl.store(to + at, value, mask=at < count)
-        tl.store(other_to + at, other, mask=at < count)
+        _copy_at(to, source, other_to, other_source, third_to, third_source, at, at < count)
 
 
 @triton.jit
-def copy_three_shares(
-    to, source, other_to, other_source, third_to, third_source, count, index, parts,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr = 1,
-):  # fmt: skip
-    """`copy_share` of three pairs at once."""
-    whole = count // BLOCK
-    for turn in range(index, _turns(whole, parts, GROUP), parts):
-        block = _block(turn, index, parts, GROUP)
-        if GROUP == 1 or block < whole:
-            at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            value = tl.load(source + at)
-            other = tl.load(other_source + at)
-            third = tl.load(third_source + at)
-            tl.store(to + at, value)
-            tl.store(other_to + at, other)
-            tl.store(third_to + at, third)
-    if (whole * BLOCK < count) & (whole // GROUP % parts == index):
-        at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < count
-        tl.store(to + at, tl.load(source + at, mask=mask), mask=mask)
-        tl.store(other_to + at, tl.load(other_source + at, mask=mask), mask=mask)
-        tl.store(third_to + at, tl.load(third_source + at, mask=mask), mask=mask)
+def _copy_at(to, source, other_to, other_source, third_to, third_source, at, mask):
+    """All loads before the first store."""
+    value = tl.load(source + at, mask=mask)
+    other = tl.load(other_source + at, mask=mask)
+    if third_to is not None:
+        third = tl.load(third_source + at, mask=mask)
+        tl.store(third_to + at, third, mask=mask)
+    tl.store(to + at, value, mask=mask)
+    tl.store(other_to + at, other, mask=mask)
 
 
 @triton.jit

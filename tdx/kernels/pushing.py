@@ -28,7 +28,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx import abi
-from tdx.kernels.copying import copy_share, copy_three_shares, copy_two_shares
+from tdx.kernels.copying import copy_share, copy_shares
 from tdx.kernels.operand import Operand, byte_units
 from tdx.kernels.plan import Plan
 from tdx.kernels.select import STAGING_BYTES, push_block, push_tile
@@ -127,19 +127,17 @@ def push_kernel(
                     home = out + (peer * units + before) * UNIT
                     arrived = _arrived(stage, turn - 1, peer, round_units * UNIT, world)
                     if OWN_FIRST or hop > 1:
-                        copy_two_shares(
-                            to, source, home, arrived, count, index, parts, BLOCK, GROUP
-                        )
+                        copy_shares(to, source, home, arrived, count, index, parts, BLOCK, GROUP)
                     else:
-                        copy_three_shares(
-                            to, source, home, arrived, out + own, own_source, count, index, parts,
-                            BLOCK, GROUP,
+                        copy_shares(
+                            to, source, home, arrived, count, index, parts, BLOCK, GROUP,
+                            out + own, own_source,
                         )  # fmt: skip
                 else:
                     if OWN_FIRST or hop > 1:
                         copy_share(to, source, count, index, parts, BLOCK, GROUP)
                     else:
-                        copy_two_shares(
+                        copy_shares(
                             to, source, out + own, own_source, count, index, parts, BLOCK, GROUP
                         )
                     copy_share(
