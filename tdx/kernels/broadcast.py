@@ -2,21 +2,26 @@
 
 W ranks, S bytes:
 
-low_latency  The root pushes its array to every peer as words of data and flag (see low_latency.py).
-             2 * (W - 1) * S bytes out of the root, one hop and no meeting. Two slots used in turn;
-             the peers acknowledge each call, and the root looks at the acknowledgements of two
-             calls ago before it uses a slot again, so it does not wait for them.
-scatter      Scatter and all-gather (van de Geijn), in rounds: the root pushes a part of a round to
-             each of the W - 1 peers, with a signal, and goes on; the peers push theirs to each
-             other while the root scatters the next round. So every link carries S bytes once:
-             S / bandwidth and one round to fill the pipeline. Blocks work in two lanes, each with
-             half of the array and half a round apart: while those of one wait until their stores
-             have arrived, before they signal, those of the other fill the links.
-             Peers write straight into results in symmetric memory, else into up to four slots of
-             a round for each lane, at most 64 MiB (see pushing.py: places). A peer that signals
-             round r has copied round r - 2 out, so who has seen that may write round r + 2.
-             One peer passes nothing on: it copies a round out as soon as that is there, and where
-             it need not, everything is one round.
+low_latency          The root pushes its array to every peer as words of data and flag (see
+                     broadcast_words.py). 2 * (W - 1) * S bytes out of the root, one hop, no meeting.
+                     Two slots used in turn; the peers acknowledge each call, and the root looks at
+                     the acknowledgements of two calls ago before it uses a slot again, so it does
+                     not wait for them.
+low_latency_scatter  Scatter and all-gather (van de Geijn) with such words: the root pushes a part
+                     to each peer, which passes it on to the others. 2 * S bytes out of the root,
+                     two hops. A peer writes to others what came after the root had seen that they
+                     have left the call before last.
+chain                In rounds: the root pushes them to the next rank, with a signal, which pushes
+                     them on to the rank after it, and so on. So every link carries S bytes once:
+                     S / bandwidth, and W - 2 rounds to fill the pipeline. Each rank receives from
+                     one and sends to one, as links are fastest. Blocks work in two lanes, each
+                     with half of the array and half a round apart: while those of one wait until
+                     their stores have arrived, before they signal, those of the other fill the
+                     links. Ranks write straight into results in symmetric memory, else into up to
+                     four slots of a round for each lane, at most 64 MiB (see pushing.py: places),
+                     from which the receiver copies a round out while it passes it on. When that is
+                     done, it signals to whom it came from that the slot is free. Where the only
+                     peer need not copy anything, everything is one round.
 
 Data moves as bytes, in words as wide as size and addresses allow: any element type.
 
@@ -36,9 +41,9 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx import abi
+from tdx.kernels.broadcast_words import low_latency_kernel, low_latency_scatter_kernel
 from tdx.kernels.call import one_line
-from tdx.kernels.copying import VECTOR, copy_share, copy_shares, padded
-from tdx.kernels.low_latency import load_words, store_words
+from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import Operand, byte_units, elements
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.pushing import (
@@ -48,13 +53,13 @@ from tdx.kernels.pushing import (
     check_overlap,
     is_direct,
     place_of,
-    staged,
 )
 from tdx.kernels.select import (
+    broadcast_algorithm,
     broadcast_round_bytes,
     check_low_latency,
     low_latency_words,
-    movement_algorithm,
+    power_of_two,
     push_block,
     push_tile,
 )
@@ -65,61 +70,9 @@ from tdx.runtime.world import World
 
 __all__ = ["Broadcast", "broadcast"]
 
-ALGORITHMS = ("low_latency", "scatter")
+ALGORITHMS = ("low_latency", "low_latency_scatter", "chain")
 _SLOTS = tl.constexpr(4)
 _MOST = tl.constexpr(abi.MAX_RANKS)
-_VECTOR = tl.constexpr(VECTOR)
-
-
-@triton.jit(do_not_specialize=["root", "count", "vectors"])
-def low_latency_kernel(
-    x, out, slots, read, channel, world, root, count, vectors,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The root pushes `count` elements of WIDTH bytes to everybody; the others store what arrives.
-
-    Block b acknowledges in the root's words `read`, one for each block and rank.
-    """
-    PIECES: tl.constexpr = 4 // WIDTH if WIDTH < 4 else 1
-    KIND: tl.constexpr = tl.int64 if WIDTH == 8 else tl.int32
-    SPAN: tl.constexpr = 2 if WIDTH == 8 else 1
-    me = tdl.rank(world)
-    ranks = tdl.num_ranks(world)
-    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
-    flag = tdl.epoch(channel)
-    slot = slots + (flag & 1).to(tl.int64) * vectors * _VECTOR
-    read += tl.program_id(0) * ranks
-    values = (count + PIECES - 1) // PIECES
-    if me == root:
-        sound = sound & tdl.wait_all(read, ranks, world, flag - 2)
-    for start in range(tl.program_id(0) * BLOCK, values, tl.num_programs(0) * BLOCK):
-        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        mask = at < values
-        if me == root:
-            words = load_words(x, at, count, mask, PIECES)
-            for hop in range(1, ranks):
-                peer = (me + hop) % ranks
-                tdl.store_ll(slot + at * SPAN, words, flag, peer, world, mask & sound)
-            store_words(out, at, words, count, mask, PIECES)
-        else:
-            words, there = tdl.load_ll(slot + at * SPAN, flag, world, mask, root, KIND, False)
-            store_words(out, at, words, count, mask & there, PIECES)
-    tdl.notify(read + me, root, world, flag)
-
-
-@triton.jit
-def _part(rank, root, ranks, part_units, count):
-    """(begin, units) of the part of a round's `count` units that a peer passes on."""
-    begin = tl.minimum(((rank - root + ranks) % ranks - 1) * part_units, count)
-    return begin, tl.minimum(part_units, count - begin)
-
-
-@triton.jit
-def _target(stage, announced, peer, world, begin, slot, WIDTH: tl.constexpr, UNIT: tl.constexpr):
-    """Where `peer` wants unit `begin` of the result, which is unit `slot` of its staging."""
-    place = place_of(announced, peer)
-    there = tl.where(place != 0, place // (WIDTH * UNIT) + begin, slot)
-    return tdl.symm_at(stage, peer, world) + there * UNIT
 
 
 @triton.jit
@@ -134,77 +87,61 @@ def _round(turn, lane, lane_units, units, round_units, LANES: tl.constexpr):
     return first, tl.maximum(end - first, 0), slot
 
 
-@triton.jit(do_not_specialize=[
-    "direct", "root", "units", "lane_units", "round_units", "part_units", "rounds",
-])  # fmt: skip
-def scatter_kernel(
+@triton.jit(do_not_specialize=["direct", "root", "units", "lane_units", "round_units", "rounds"])
+def chain_kernel(
     x, out, stage, places, sent, channel, world, direct, root, units, lane_units, round_units,
-    part_units, rounds,
+    rounds,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Scatter rounds of `round_units` * UNIT words, which the peers pass on, in each lane.
+    """Pass rounds of `round_units` * UNIT words on from rank to rank, in each lane.
 
-    A peer's part of a round is `part_units`, the same bytes on all ranks, whatever their words.
-    Block b of a peer passes on, and copies out, what block b of others has sent it; their rounds
-    are counted in `sent`, a word for each block and rank.
+    Block b passes on, and copies out, what block b of the rank before has sent it. Rounds sent,
+    and rounds whose slots are free, are counted in `sent`, a word for each block and rank.
     """
     lane = tl.program_id(0) % LANES
     index = tl.program_id(0) // LANES
     parts = tl.num_programs(0) // LANES
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
+    source_rank = (me + ranks - 1) % ranks
+    target_rank = (me + 1) % ranks
+    passes = target_rank != root
     units = tl.cast(units, tl.int64)
     number = tdl.epoch(channel)
     places += (number & 1) * (2 * tl.num_programs(0) * ranks)  # some ranks may be a call ahead
     announced, ok = announce(places, stage, out, direct, number, world)
-    slots_are_used = staged(announced, world)
+    place = place_of(announced, target_rank)
+    frees = (me != root) & (direct == 0)
     everyone = tl.arange(0, _MOST)
     peers = masked_peers(everyone, world)
+    told = (passes & (everyone == target_rank)) | (frees & (everyone == source_rank))
     sent += tl.program_id(0) * ranks
     before = (number - 1) * rounds
-    later = tl.where(ranks > 2, 1, 0)  # peers pass a round on before they copy the last one out
-    at_once = (ranks == 2) & (slots_are_used == 0)  # nobody waits for a part of it
+    last = place_of(announced, tl.where(me == root, target_rank, me))
+    at_once = (ranks == 2) & (last != 0)  # nobody waits for a part of it
     rounds = tl.where(at_once, 1, rounds)
     round_units = tl.where(at_once, 2 * tl.cast(lane_units, tl.int64), round_units)
-    part_units = tl.where(at_once, lane_units, part_units)
-    for turn in range(0, rounds + later):
-        if turn < rounds:
-            begin, count, slot = _round(turn, lane, lane_units, units, round_units, LANES)
-            if (turn >= _SLOTS) & slots_are_used:  # before the root, which waits for them too
-                ok = tdl.wait_all(sent, ranks, world, before + turn + 3 - _SLOTS) & ok
-            if me != root:
-                ok = tdl.wait(sent + root, world, before + turn + 1, peer=root) & ok
-            for hop in range(1, ranks):
-                peer = (me + hop) % ranks
-                if peer != root:
-                    whose = tl.where(me == root, peer, me)
-                    first, size = _part(whose, root, ranks, part_units, count)
-                    to = _target(
-                        stage, announced, peer, world, begin + first, slot + first, WIDTH, UNIT
-                    )
-                    at = (begin + first) * UNIT
-                    if ok & (me == root):
-                        copy_shares(
-                            to, x + at, out + at, x + at, size * UNIT, index, parts, BLOCK, GROUP
-                        )
-                    elif ok:
-                        source = out + at
-                        if direct == 0:
-                            source = stage + (slot + first) * UNIT
-                        copy_share(to, source, size * UNIT, index, parts, BLOCK, GROUP)
-            tdl.notify(sent + me, peers, world, before + turn + 1, when=ok & (everyone < ranks))
-        done = turn - later
-        if (me != root) & (done >= 0) & ((direct == 0) | (done == rounds - 1)):
-            ok = tdl.wait_all(sent, ranks, world, before + done + 1) & ok
-            if ok & (direct == 0):
-                begin, count, slot = _round(done, lane, lane_units, units, round_units, LANES)
-                for hop in range(1, ranks):
-                    first, size = _part((root + hop) % ranks, root, ranks, part_units, count)
-                    copy_share(
-                        out + (begin + first) * UNIT, stage + (slot + first) * UNIT, size * UNIT,
-                        index, parts, BLOCK, GROUP,
-                    )  # fmt: skip
+    for turn in range(0, rounds):
+        begin, count, slot = _round(turn, lane, lane_units, units, round_units, LANES)
+        if passes & (place == 0) & (turn >= _SLOTS):
+            free = before + turn + 1 - _SLOTS
+            ok = tdl.wait(sent + target_rank, world, free, peer=target_rank) & ok
+        if me != root:
+            ok = tdl.wait(sent + source_rank, world, before + turn + 1, peer=source_rank) & ok
+        if ok:
+            home = out + begin * UNIT
+            source = tl.where(direct == 0, stage + slot * UNIT, home)
+            source = tl.where(me == root, x + begin * UNIT, source)
+            there = tl.where(place != 0, place // (WIDTH * UNIT) + begin, slot)
+            to = tdl.symm_at(stage, target_rank, world) + there * UNIT
+            if passes & ((me == root) | (direct == 0)):
+                copy_share(to, source, count * UNIT, index, parts, BLOCK, GROUP, home)
+            elif passes:
+                copy_share(to, source, count * UNIT, index, parts, BLOCK, GROUP)
+            elif direct == 0:
+                copy_share(home, source, count * UNIT, index, parts, BLOCK, GROUP)
+        tdl.notify(sent + me, peers, world, before + turn + 1, when=ok & told)
 
 
 class Broadcast(Plan):
@@ -217,7 +154,7 @@ class Broadcast(Plan):
         Of every rank's argument and of the result. Any dtype.
     root : int
         Whose array is sent: a rank of the team.
-    algorithm : {"low_latency", "scatter"}, optional
+    algorithm : {"low_latency", "low_latency_scatter", "chain"}, optional
     team : Team, optional
     buffer : bool
         Whether the plan has a result buffer, for calls without `out`.
@@ -246,48 +183,61 @@ class Broadcast(Plan):
             self._nbytes = elements(self.shape) * self.dtype.itemsize
             ranks = self.group.size
             check_algorithm("broadcast", algorithm, ALGORITHMS)
-            self.algorithm = algorithm or movement_algorithm(
-                world.backend, self._nbytes, ranks, "scatter"
-            )
-            if self.algorithm == "low_latency":
-                check_low_latency("broadcast", self._nbytes, ranks)
+            self.algorithm = algorithm or broadcast_algorithm(world.backend, self._nbytes, ranks)
+            if self.algorithm != "chain":
+                check_low_latency(
+                    "broadcast", self._nbytes, ranks, algorithm=self.algorithm
+                )
             shared.update(
                 shape=self.shape, dtype=self.dtype, root=self.root, given_algorithm=algorithm,
                 algorithm=self.algorithm,
             )  # fmt: skip
         with self.preparation():
             self._kernels: dict[Any, Callable[..., None]] = {}
-            if self.algorithm == "low_latency":
-                self._build_low_latency()
+            if self.algorithm == "chain":
+                self._build_chain()
             else:
-                self._build_scatter()
+                self._build_low_latency()
             # peers write into it themselves
             self._out = self.workspace("result", self.shape, self.dtype) if buffer else None
 
     def _build_low_latency(self) -> None:
-        words = -(-self._nbytes // 4)
-        self._block = low_latency_words(self.world.backend, words)
-        self._blocks = self.blocks_for(-(-words // self._block))
-        self._vectors = padded(words)
+        words, ranks = -(-self._nbytes // 4), self.group.size
+        peers = max(1, ranks - 1) if self.algorithm == "low_latency_scatter" else 1
+        part = -(-words // (peers * VECTOR)) * VECTOR  # of a peer
+        self._block = low_latency_words(self.world.backend, part)
+        self._blocks = self.blocks_for(-(-part // self._block))
+        self._part, self._vectors = part, padded(words)
         self._slots = self.workspace("slots", (2 * self._vectors * VECTOR,), np.int64)
-        self._read = self.workspace("read", (self._blocks * self.group.size,), np.int32)
+        self._read = self.workspace("read", (self._blocks * ranks,), np.int32)
         self._channel = self.channel(self._blocks)
-        if self._nbytes:
+        if self._nbytes and ranks > 1:
             self._words_kernel(math.gcd(8, self._nbytes))
 
     def _words_kernel(self, width: int) -> Callable[..., None]:
         kernel = self._kernels.get(width)
         if kernel is None:
-            kind = np.dtype(f"i{width}")
-            kernel = self._kernels[width] = self.bind(
-                low_latency_kernel, self._blocks, (kind, kind), self._slots, self._read,
-                self._channel, self.group.handle, self.root, self._nbytes // width,
-                self._vectors, WIDTH=width, BLOCK=self._block // (2 if width == 8 else 1),
-                num_warps=8,
+            kind, ranks = np.dtype(f"i{width}"), self.group.size
+            block = self._block // (2 if width == 8 else 1)
+            common = (
+                (kind, kind), self._slots, self._read, self._channel, self.group.handle,
+                self.root, self._nbytes // width, self._vectors,
             )  # fmt: skip
+            if self.algorithm == "low_latency":
+                kernel = self.bind(
+                    low_latency_kernel, self._blocks, *common, WIDTH=width, BLOCK=block,
+                    num_warps=8,
+                )  # fmt: skip
+            else:
+                kernel = self.bind(
+                    low_latency_scatter_kernel, self._blocks, *common,
+                    self._part // (2 if width == 8 else 1), WIDTH=width, BLOCK=block,
+                    RANKS=ranks, SPREAD=power_of_two(ranks - 1), num_warps=8,
+                )  # fmt: skip
+            self._kernels[width] = kernel
         return kernel
 
-    def _build_scatter(self) -> None:
+    def _build_chain(self) -> None:
         ranks, backend = self.group.size, self.world.backend
         if ranks == 1:
             return
@@ -296,9 +246,8 @@ class Broadcast(Plan):
         self._lane = aligned(-(-whole // lanes))
         self._round = min(whole, usual) // lanes
         self._rounds = -(-(self._lane + (lanes - 1) * self._round // 2) // self._round)
-        self._part = aligned(-(-self._round // (ranks - 1)))
-        self._block, self._warps = push_block(backend, lanes * self._part)
-        blocks = self.blocks_for(lanes * -(-self._part // self._block))
+        self._block, self._warps = push_block(backend, lanes * self._round)
+        blocks = self.blocks_for(lanes * -(-self._round // self._block))
         self._blocks = max(1, blocks // lanes) * lanes
         slots = lanes * min(_SLOTS.value, self._rounds)
         self._stage = self.workspace("staging", (slots * self._round,), np.uint8)
@@ -308,16 +257,16 @@ class Broadcast(Plan):
         self._alignment = math.gcd(ALIGNMENT, self._nbytes)
         if self._nbytes:
             for direct in (False, True):
-                self._scatter_kernel(direct, self._alignment)
+                self._chain_kernel(direct, self._alignment)
 
-    def _scatter_kernel(self, direct: bool, alignment: int) -> Callable[..., None]:
+    def _chain_kernel(self, direct: bool, alignment: int) -> Callable[..., None]:
         kernel = self._kernels.get((direct, alignment))
         if kernel is None:
             word, unit = byte_units(alignment)
             width = word.itemsize
-            sizes = (self._nbytes, self._lane, self._round, self._part)
+            sizes = (self._nbytes, self._lane, self._round)
             kernel = self._kernels[direct, alignment] = self.bind(
-                scatter_kernel, self._blocks, (word, word), self._stage.view(word), self._places,
+                chain_kernel, self._blocks, (word, word), self._stage.view(word), self._places,
                 self._sent, self._channel, self.group.handle, int(direct), self.root,
                 *(nbytes // (width * unit) for nbytes in sizes), self._rounds, WIDTH=width,
                 UNIT=unit, LANES=self._lanes,
@@ -349,14 +298,14 @@ class Broadcast(Plan):
         if self.group.size == 1:
             if op.address != to.address:
                 self.world.driver.copy(to.address, op.address, self._nbytes, stream, op.owner)
-        elif self.algorithm == "low_latency":
+        elif self.algorithm != "chain":
             width = math.gcd(8, self._nbytes, op.address, to.address)
             self._words_kernel(width)(stream, op, to)
         else:
             alignment = math.gcd(self._alignment, op.address, to.address)
             # nobody writes to the root: its result goes through no slot
             direct = self.group.rank == self.root or is_direct(self, to, self._alignment)
-            self._scatter_kernel(direct, alignment)(stream, op, to)
+            self._chain_kernel(direct, alignment)(stream, op, to)
 
 
 def broadcast(
@@ -380,7 +329,7 @@ def broadcast(
     team : Team, optional
     stream : optional
         None: the world's current stream for a tdx array, else the caller's.
-    algorithm : {"low_latency", "scatter"}, optional
+    algorithm : {"low_latency", "low_latency_scatter", "chain"}, optional
 
     Returns the result in the caller's own framework, fresh unless `out` is given.
 

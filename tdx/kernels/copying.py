@@ -19,21 +19,27 @@ def padded(count: int) -> int:
 
 @triton.jit
 def copy_share(
-    to, source, count, index, parts, BLOCK: tl.constexpr, GROUP: tl.constexpr = 1
+    to, source, count, index, parts, BLOCK: tl.constexpr, GROUP: tl.constexpr = 1, also=None
 ):  # fmt: skip
     """Copy part `index` of `parts` of `count` elements; all parts together copy all.
 
-    GROUP blocks in a row belong to the same part.
+    GROUP blocks in a row belong to the same part. `also`: a second place to copy them to.
     """
     whole = count // BLOCK
     for turn in range(index, _turns(whole, parts, GROUP), parts):
         block = _block(turn, index, parts, GROUP)
         if GROUP == 1 or block < whole:
             at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            tl.store(to + at, tl.load(source + at))
+            value = tl.load(source + at)
+            tl.store(to + at, value)
+            if also is not None:
+                tl.store(also + at, value)
     if (whole * BLOCK < count) & (whole // GROUP % parts == index):
         at = tl.cast(whole, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(to + at, tl.load(source + at, mask=at < count), mask=at < count)
+        value = tl.load(source + at, mask=at < count)
+        tl.store(to + at, value, mask=at < count)
+        if also is not None:
+            tl.store(also + at, value, mask=at < count)
 
 
 @triton.jit

@@ -13,10 +13,10 @@ from tdx.runtime.errors import InvalidArgument, Unsupported
 __all__ = [
     "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "PIECE_BYTES",
     "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
-    "broadcast_round_bytes", "cheapest", "check_low_latency", "constants", "engines_us",
-    "follows", "gather_algorithm", "gather_chunks", "low_latency_elements", "low_latency_words",
-    "movement_algorithm", "power_of_two", "push_block", "push_tile", "row_block", "shard_block",
-    "shared_bytes", "takes_low_latency",
+    "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "check_low_latency", "constants",
+    "engines_us", "follows", "gather_algorithm", "gather_chunks", "low_latency_elements",
+    "low_latency_words", "movement_algorithm", "power_of_two", "push_block", "push_tile",
+    "row_block", "shard_block", "shared_bytes", "takes_low_latency",
 ]  # fmt: skip
 
 # what words of data and flag are for; of all ranks' blocks slots take 4 * W times the bytes
@@ -143,9 +143,9 @@ _H200 = {
     "low_latency_two_shot": Cost(3.2, 320e3),
     "one_shot": Cost(6.7, 350e3),
     "two_shot": Cost(5.8, 360e3, 1.2),
-    "push": Cost(5.0, 350e3),
-    "norm_low_latency": Cost(4.45, 334e3, piece_us=4.1),
-    "norm_one_shot": Cost(6.1, 295e3),
+    "push": Cost(4.6, 350e3, 0.7),
+    "norm_low_latency": Cost(2.35, 334e3, 2.1, 4.1),
+    "norm_one_shot": Cost(5.25, 295e3, 0.85),
     "norm_two_shot": Cost(7.7, 316e3, 1.2),
 }
 COSTS: dict[str, dict[str, Cost]] = {
@@ -180,8 +180,8 @@ class Movement:
 
     Attributes
     ----------
-    low_latency_bytes, low_latency_broadcast : int
-        Most bytes of a rank, of a root, that are sent as words of data and flag (twice as many).
+    low_latency_bytes : int
+        Most bytes of a rank that are sent as words of data and flag (twice as many).
     gather : str
         All-gather algorithm of larger sizes.
     copy_engine_bytes : int
@@ -191,26 +191,31 @@ class Movement:
         the first entry that is large enough counts. Empty: as `block_bytes` says.
     signal_bytes : int
         What a link carries while a peer answers stores and a signal behind them.
+    words_broadcast : tuple[int, int, int]
+        Most bytes that a root sends as words of data and flag to its only peer, to each of several,
+        and in parts that these pass on.
     broadcast_rounds : tuple[int, int]
         Least and most bytes of a round of a pipelined broadcast in both lanes: powers of two from
         512 on. Its staging takes four.
     """
 
     low_latency_bytes: int
-    low_latency_broadcast: int
     gather: str
     copy_engine_bytes: int
     push_shapes: tuple[tuple[int, int, int], ...]
     signal_bytes: int
+    words_broadcast: tuple[int, int, int]
     broadcast_rounds: tuple[int, int] = (64 << 10, 16 << 20)
 
 
 # measured on two and four H200: small blocks until all multiprocessors have one, then large ones
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
-_MOVED = Movement(1 << 20, 2 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20)
+_MOVED = Movement(
+    3 << 19, "push", 64 << 20, _PUSH_SHAPES, 1 << 18, (2 << 20, 64 << 10, 3 << 20)
+)
 MOVEMENT: dict[str, Movement] = {
-    "host": Movement(48 << 10, 48 << 10, "pull", _NEVER, (), 16 << 20),
+    "host": Movement(48 << 10, "pull", _NEVER, (), 16 << 20, (48 << 10, 24 << 10, 24 << 10)),
     "cuda": _MOVED,
     "hip": _MOVED,  # not measured
 }
@@ -337,10 +342,16 @@ def push_tile(backend: str, nbytes: int, warps: int, width: int) -> dict[str, in
 
 def movement_algorithm(backend: str, nbytes: int, ranks: int, large: str) -> str:
     """How blocks of `nbytes` go from rank to rank: "low_latency", or else `large`."""
-    limits = MOVEMENT[backend]
-    most = limits.low_latency_broadcast if large == "scatter" else limits.low_latency_bytes
-    small = max(1, ranks - 1) * nbytes <= most
+    small = max(1, ranks - 1) * nbytes <= MOVEMENT[backend].low_latency_bytes
     return "low_latency" if small and takes_low_latency(nbytes, ranks) else large
+
+
+def broadcast_algorithm(backend: str, nbytes: int, ranks: int) -> str:
+    """How `nbytes` of a root are sent to all."""
+    two, each, parts = MOVEMENT[backend].words_broadcast
+    if not takes_low_latency(nbytes, ranks) or nbytes > (two if ranks <= 2 else parts):
+        return "chain"
+    return "low_latency" if ranks <= 2 or nbytes <= each else "low_latency_scatter"
 
 
 def gather_algorithm(backend: str, nbytes: int, ranks: int, own_buffer: bool) -> str:
@@ -385,13 +396,13 @@ def broadcast_round_bytes(backend: str, nbytes: int, ranks: int) -> int:
     """Bytes of a round of a pipelined broadcast, a power of two.
 
     One peer passes nothing on: few rounds, of which it copies out the last when all is there.
-    Several: rounds of c bytes take (nbytes / c + 1) * (c / bandwidth + signal) altogether, if
-    nothing hides the signals: least at c = sqrt(nbytes * signal * bandwidth).
+    Several: rounds of c bytes take (nbytes / c + ranks - 2) * (c / bandwidth + signal) altogether,
+    of what is not hidden of a signal: least at c = sqrt(nbytes * signal * bandwidth / (ranks - 2)).
     """
     fewest, most = MOVEMENT[backend].broadcast_rounds
     if ranks == 2:
         return most if nbytes > most else max(fewest, most // 2)
-    best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes)
+    best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes // max(1, ranks - 2))
     return min(most, max(fewest, power_of_two(best)))
 
 

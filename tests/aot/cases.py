@@ -133,9 +133,9 @@ def _pushed(word: str = "*i64", unit: int = 16, each: bool = True, own_first: bo
     return _tiled("pushing.push_kernel", word, unit, (), {"EACH": each, "OWN_FIRST": own_first})
 
 
-def _scattered(word: str = "*i64", unit: int = 16):
-    sizes = ("root", "lane_units", "part_units", "rounds")
-    return _tiled("broadcast.scatter_kernel", word, unit, sizes, {"LANES": 2})
+def _chained(word: str = "*i64", unit: int = 16):
+    sizes = ("root", "lane_units", "rounds")
+    return _tiled("broadcast.chain_kernel", word, unit, sizes, {"LANES": 2})
 
 
 def _tiled(kernel: str, word: str, unit: int, sizes, chosen):
@@ -151,7 +151,7 @@ def _tiled(kernel: str, word: str, unit: int, sizes, chosen):
 def _words(kernel: str, word: str, **more):
     width = int(word[2:]) // 8
     constants = {"WIDTH": width, "BLOCK": 256 if width == 8 else 512, **more}
-    return _moved(f"{kernel}.low_latency_kernel", word, constants, ("root", "count", "vectors"))
+    return _moved(kernel, word, constants, ("root", "count", "vectors", "part"))
 
 
 CASES = {
@@ -202,12 +202,18 @@ CASES = {
     "push-all": _pushed(),
     "push-one": _pushed(each=False, own_first=True),
     "push-odd": _pushed("*i8", 1, own_first=True),
-    "words-i64": _words("low_latency", "*i64", EACH=True, RANKS=4),
-    "words-i16": _words("low_latency", "*i16", EACH=False, RANKS=8),
-    "root-words-i64": _words("broadcast", "*i64"),
-    "root-words-i8": _words("broadcast", "*i8"),
-    "broadcast-scatter": _scattered(),
-    "broadcast-scatter-odd": _scattered("*i16", 1),
+    "words-i64": _words("low_latency.low_latency_kernel", "*i64", EACH=True, RANKS=4),
+    "words-i16": _words("low_latency.low_latency_kernel", "*i16", EACH=False, RANKS=8),
+    "root-words-i64": _words("broadcast_words.low_latency_kernel", "*i64"),
+    "root-words-i8": _words("broadcast_words.low_latency_kernel", "*i8"),
+    "passed-words-i64": _words(
+        "broadcast_words.low_latency_scatter_kernel", "*i64", RANKS=4, SPREAD=4
+    ),
+    "passed-words-i8": _words(
+        "broadcast_words.low_latency_scatter_kernel", "*i8", RANKS=8, SPREAD=8
+    ),
+    "broadcast-chain": _chained(),
+    "broadcast-chain-odd": _chained("*i16", 1),
     "put-signal": (
         "one_sided.signal_kernel",
         {"signal": "*i32", "world": "world", "peer": "i32", "value": "i32"}, {}, {"num_warps": 1},

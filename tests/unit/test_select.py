@@ -20,6 +20,7 @@ from tdx.kernels.select import (
     STEPS_BYTES,
     block_bytes,
     block_elements,
+    broadcast_algorithm,
     broadcast_round_bytes,
     cheapest,
     follows,
@@ -78,12 +79,23 @@ def test_movement_by_size(backend):
     assert movement_algorithm(backend, small + 1, 8, "push") == "push"
     assert movement_algorithm(backend, 7 * small, 2, "push") == "low_latency"
     assert movement_algorithm(backend, 7 * small + 7, 2, "push") == "push"
-    assert movement_algorithm(backend, 8, 17, "scatter") == "scatter"
-    assert movement_algorithm(backend, (2 << 20) + 1, 1, "scatter") == "scatter"
+    assert movement_algorithm(backend, 8, 17, "push") == "push"
     assert gather_algorithm(backend, small, 8, True) == "low_latency"
     assert gather_algorithm(backend, large - 1, 8, True) == "push"
     assert gather_algorithm(backend, large, 8, True) == "copy_engine"
     assert gather_algorithm(backend, large, 8, False) == "push"
+
+
+@pytest.mark.parametrize("backend", MOVEMENT)
+def test_broadcast_by_size(backend):
+    two, each, parts = MOVEMENT[backend].words_broadcast
+    assert broadcast_algorithm(backend, two, 2) == "low_latency"
+    assert broadcast_algorithm(backend, two + 1, 2) == "chain"
+    assert broadcast_algorithm(backend, each, 3) == "low_latency"
+    passed_on = "low_latency_scatter" if parts > each else "chain"
+    assert broadcast_algorithm(backend, each + 1, 8) == passed_on
+    assert broadcast_algorithm(backend, parts + 1, 8) == "chain"
+    assert broadcast_algorithm(backend, 8, 17) == "chain"
 
 
 @pytest.mark.parametrize("backend", MOVEMENT)
@@ -93,7 +105,7 @@ def test_rounds_of_a_broadcast_grow_with_the_root_of_the_size(backend):
     assert rounds == sorted(rounds)
     assert (rounds[0], rounds[-1]) == (fewest, most)
     assert all(size == power_of_two(size) for size in rounds)
-    assert broadcast_round_bytes("cuda", 64 << 20, 4) == 8 << 20
+    assert broadcast_round_bytes("cuda", 64 << 20, 4) == 4 << 20
     two = [broadcast_round_bytes(backend, 1 << shift, 2) for shift in range(0, 40)]
     assert set(two) == {most // 2, most}
 

@@ -168,7 +168,7 @@ OPERATIONS = {
     "copy_engine": ("all_gather", "channel"),
     "push": ("all_to_all", "places"),
     "words": ("all_to_all", "slots"),
-    "scatter": ("broadcast", "places"),
+    "chain": ("broadcast", "places"),
     "barrier": ("barrier", "channel"),
     "fused": ("all_gather_matmul", "credit progress"),
     "one_kernel": ("all_gather_matmul", "progress"),
@@ -192,7 +192,7 @@ def plan_of(world, name):
     if name in ("push", "words"):
         algorithm = "low_latency" if name == "words" else name
         return tdx.AllToAll(world, 12, "float32", algorithm=algorithm), (x,)
-    if name == "scatter":
+    if name == "chain":
         return tdx.Broadcast(world, 12, "float32", 1, algorithm=name), (x,)
     if name in ("one_shot", "low_latency"):
         plan = tdx.AllReduce(world, 12, "float32", algorithm=name)
@@ -337,7 +337,7 @@ def case_who_stops_within_a_broadcast(comm, backend):
     world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
     count = 1 << 20
     with many_rounds(rounds=(1 << 16, 1 << 16)):
-        plan = tdx.Broadcast(world, count, "int8", 0, algorithm="scatter")
+        plan = tdx.Broadcast(world, count, "int8", 0, algorithm="chain")
     turns = 2
     assert plan._rounds > 4 + turns
     x, out = world.zeros(count, "int8", symmetric=False), world.zeros(count, "int8")

@@ -16,7 +16,7 @@ from tests.helpers.reference import assert_same_bits, poisoned, values
 SHAPES = [(1,), (2,), (7,), (1023,), (4099,), (0,), (0, 3), (3, 5), (2, 0), (2, 3, 4)]
 DTYPES = ["bfloat16", "float8_e4m3fn", "int64", "bool", "complex64", "uint16", "float64"]
 every_move = pytest.mark.parametrize("move", MOVES, ids=str)
-PUSHED = [move for move in MOVES if move.algorithm in ("push", "scatter")]
+PUSHED = [move for move in MOVES if move.algorithm in ("push", "chain")]
 every_pushed_move = pytest.mark.parametrize("move", PUSHED, ids=str)
 
 
@@ -184,7 +184,7 @@ def broadcast_in_rounds(world, staged, shift):
     limit, root = 4096 if world.size < 5 else 8192, 1
     count = 6 * limit + 425 - shift
     with many_rounds(rounds=(limit, limit)):
-        plan = tdx.Broadcast(world, count, "int8", root, algorithm="scatter")
+        plan = tdx.Broadcast(world, count, "int8", root, algorithm="chain")
     assert plan._rounds > 6
     assert plan._blocks >= 4
     symmetric = {"all": False, "some": world.rank == 0, "none": True}[staged]

@@ -183,7 +183,7 @@ def case_memory_of_a_team(world):
     gathers = {
         "all_to_all": tdx.AllToAll(world, shape, "float32", algorithm="push"),
         "all_gather": tdx.AllGather(world, (2, 4), "float32", algorithm="push"),
-        "broadcast": tdx.Broadcast(world, shape, "float32", 1, algorithm="scatter"),
+        "broadcast": tdx.Broadcast(world, shape, "float32", 1, algorithm="chain"),
     }
     rows = np.repeat(np.arange(3, dtype=np.float32), 2)
     for name, plan in gathers.items():
