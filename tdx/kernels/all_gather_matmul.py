@@ -179,11 +179,14 @@ class AllGatherMatmul(Plan):
             return "fused" if engines and not follows(backend, rows, nbytes, size) else "unfused"
         # scales of rows need another kernel first; not measured
         if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
+            of = (self.world, self.product)
             shape = (rows, self._widest, self._depth, size)
-            gains = engines and library_gains(self.world, self.product, *shape)
-            gains = gains and may_multiply(self.world, self.product, config)
+            usual, other, gains = of_many(*of, *shape)
+            if size == 2:
+                usual, other = "one_kernel", "fused"
+                gains = engines and library_gains(*of, *shape) and may_multiply(*of, config)
             call = f"{self.operation}(a={self.shape_a}, dtype={self.dtype}, given_algorithm=None)"
-            return "fused" if unanimous(self.group, call, gains) else "one_kernel"
+            return other if unanimous(self.group, call, gains) else usual
         if self.product.scaled and rows > _FEWEST and nbytes >= constants(backend).engine_bytes:
             return "fused"
         return "unfused" if follows(backend, rows, nbytes, size) else "fused"

@@ -52,7 +52,7 @@ from tdx.kernels.scattered_rows import (
     sum_tile,
     wait_each,
 )
-from tdx.kernels.select import constants, follows
+from tdx.kernels.select import constants, engines_us, follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.kernels.tiles import splits
@@ -66,7 +66,9 @@ __all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"
 ALGORITHMS = ("fused", "one_kernel", "low_latency", "unfused")
 _PUSHED_BYTES = 4 << 20  # most partial sums of a rank that one kernel pushes: nothing hides them
 _LONG = 1 << 16
-_SHORT = 3  # a short product's time, in that of copy engines besides the bytes; on two H200s
+# A short product's time: of two ranks in what copy engines take besides the bytes, of more in all
+# that they take. Measured on two H200s and four H100s.
+_SHORT, _SHORT_OF_MANY = 3, 0.7
 _FIRST = 256  # rows of a rank from which float8 is multiplied first, by cuBLAS; on two H100s
 _SIZES = [
     "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
@@ -258,17 +260,20 @@ class MatmulReduceScatter(ReducedProduct):
             return "unfused"
         if sends_words(nbytes, size):
             return "low_latency"
-        return "one_kernel" if (size - 1) * nbytes <= _PUSHED_BYTES else "unfused"
+        return "one_kernel" if size == 2 and nbytes <= _PUSHED_BYTES else "unfused"
 
     def _is_short(self, sent: int) -> bool:
-        """Whether `sent` bytes go faster than copy engines begin, and all products are short."""
-        limits, itemsize = constants(self.world.backend), self.dtype.itemsize
-        if not 0 < sent < limits.engine_us * limits.link_bytes_per_us or itemsize > 2:
+        """Whether all products are short beside what copy engines take for `sent` bytes."""
+        limits, itemsize, size = constants(self.world.backend), self.dtype.itemsize, self.group.size
+        if itemsize > 2 or self.world.backend == "host":
             return False
-        sizes = (self._rows * self.group.size, self.shape_b[1], self.shape_b[0])
+        most = _SHORT_OF_MANY * engines_us(self.world.backend, sent)
+        if size == 2:
+            begins = sent < limits.engine_us * limits.link_bytes_per_us  # sooner than they do
+            most = _SHORT * limits.engine_us if 0 < sent and begins else 0
+        sizes = (self._rows * size, self.shape_b[1], self.shape_b[0])
         call = f"{self.operation}(rows={sizes[0]}, columns={sizes[1]}, given_algorithm=None)"
-        short = least_us(self.world, itemsize, *sizes) < _SHORT * limits.engine_us
-        return unanimous(self.group, call, short)
+        return unanimous(self.group, call, least_us(self.world, itemsize, *sizes) < most)
 
     def _build(self) -> Way:
         if self.algorithm == "unfused":

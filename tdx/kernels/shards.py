@@ -5,10 +5,11 @@ got to its own, in rank order. Hop-major: all blocks push to the next rank, then
 it, so that at any time each rank sends to one and receives from one, and no link is asked for
 twice. Block b of every rank has the same elements of each shard, so blocks meet their likes only.
 
-Large shards go in steps, which are numbered over all calls, through the slots in turn. A rank
-pushes step t + 1 before it waits for step t. So when it pushes step t, it has step t - 2 of every
-peer, and these had then finished reading step t - 4: four slots are enough, without a signal that
-says so. Two are, when each call is one step, because then it has step t - 1 of every peer.
+Large shards go in steps, which are numbered over all calls, through the slots in turn. A rank that
+works ahead pushes step t + 1 before it waits for step t. So when it pushes step t, it has step t - 2
+of every peer, and these had then finished reading step t - 4: four slots are enough, without a
+signal that says so. Two are, when each call is one step or nobody works ahead, because then it has
+step t - 1 of every peer.
 """
 
 from __future__ import annotations
@@ -49,15 +50,18 @@ class Steps:
         Elements of a step of one shard, in units of VECTOR.
     count : int
         Steps of a call.
+    ahead : bool
+        Whether a step is pushed before the one before it is reduced.
     """
 
     vectors: int
     count: int
+    ahead: bool = True
 
     @property
     def slots(self) -> int:
         """How many slots are used in turn: a power of two."""
-        return 2 if self.count == 1 else 4
+        return 4 if self.ahead and self.count > 1 else 2
 
     @property
     def elements(self) -> int:
@@ -65,21 +69,21 @@ class Steps:
         return self.vectors * VECTOR
 
     @classmethod
-    def make(cls, shard: int, slot_bytes: int, least: int | None) -> Steps:
+    def make(cls, shard: int, slot_bytes: int, least: int | None, ahead: bool = True) -> Steps:
         """Steps for `shard` elements, of which a slot with all ranks' pieces takes `slot_bytes`.
 
         At least `least` steps, and as many as `fewest_steps` says.
         """
-        vectors = padded(-(-shard // max(fewest_steps(slot_bytes), least or 1)))
-        return cls(vectors, max(1, -(-shard // (vectors * VECTOR))))
+        vectors = padded(-(-shard // max(fewest_steps(slot_bytes, ahead), least or 1)))
+        return cls(vectors, max(1, -(-shard // (vectors * VECTOR))), ahead)
 
 
-def fewest_steps(slot_bytes: int) -> int:
+def fewest_steps(slot_bytes: int, ahead: bool = True) -> int:
     """Steps of shards for which the memory of slots is bounded; a slot for all takes `slot_bytes`.
 
     Each step ends with signals behind stores, which it waits for: so few, and large ones.
     """
-    return 1 if 2 * slot_bytes <= STAGING_BYTES else -(-4 * slot_bytes // STEPS_BYTES)
+    return 1 if 2 * slot_bytes <= STAGING_BYTES else -(-(4 if ahead else 2) * slot_bytes // STEPS_BYTES)
 
 
 @triton.jit

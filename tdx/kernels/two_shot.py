@@ -13,11 +13,17 @@ The wire carries results in the output's type, rounded once. With a bias or resi
 rank adds for itself, they travel in the accumulator's type and are rounded at their destination.
 
 Peers' results land in the plan's own symmetric buffer (WHOLE), or in slots. Where they are wanted
-elsewhere the same kernel copies them there, those of a step while it pushes the third step after
-it: stores to peers and local ones hide each other. (Own results go there as they are computed.) A
-peer may write results of step t once it has this rank's signal that it pushed step t. By then the
-rank has copied the results of all steps up to t - 3, so that as many slots as for the pushes are
-enough; two are where a call is one step, because then those of all calls before are.
+elsewhere the same kernel copies them there, those of a step while it pushes a later one: stores to
+peers and local ones hide each other. (Own results go there as they are computed.)
+
+Two ranks work AHEAD: they push a step before they reduce the one before it, and bring home what was
+reduced three steps before. More ranks reduce each step as soon as it is there, and bring it home
+with the next: results on their way would share links with the pushes of another step, which then
+are no permutation of the ranks. (256 MiB on four H100s: 1202 us ahead in four steps, 1115 in one.)
+
+A peer may write results of step t once it has this rank's signal that it pushed step t. By then the
+rank has copied the results of all steps up to t - 3, or t - 1, so that as many slots as for the
+pushes are enough.
 """
 
 from __future__ import annotations
@@ -128,17 +134,16 @@ def _finish_at(
 
 @triton.jit
 def _push_and_finish(
-    x, slot, results, out, bias, residual, world, numel, columns, shard, size, begin, turn, takes,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    x, slot, results, out, bias, residual, world, numel, columns, shard, size, begin, home, turn,
+    takes, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`push_step` from element `begin` of each shard on, and if the rank `takes` any, the peers'
-    results of three steps before: their slot begins at `turn`, unless they are WHOLE.
+    results from element `home` on: their slot begins at `turn`, unless they are WHOLE.
     """
     index = tl.program_id(0)
     parts = tl.num_programs(0)
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
-    home = begin - 3 * size
     for hop in range(1, ranks):
         peer = (me + hop) % ranks
         to = tdl.symm_at(slot + me * size, peer, world)
@@ -182,16 +187,17 @@ def two_shot_kernel(
     x, out, bias, residual, staging, results, signals, channel, world, numel, columns,
     shard_vectors, step_vectors, steps, root,
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
-    SLOTS: tl.constexpr, WHOLE: tl.constexpr, COPY: tl.constexpr, ROOTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, COPY: tl.constexpr,
+    ROOTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push step s, and bring home the peers' results of step s - 3; reduce step s - 1.
+    """Push step s, and bring home the peers' results of step s - LAG; reduce step s - AHEAD.
 
     `signals` holds 2 * RANKS words for each block: who has pushed its part of which step, and who
     has reduced it. WHOLE: `results` is the whole array, else slots. COPY: `out` is another place
     than `results`. ROOTED: only `root` gets results.
     """
     tl.static_assert(COPY or not ROOTED)
+    LAG: tl.constexpr = 1 + 2 * AHEAD
     shard = tl.cast(shard_vectors, tl.int64) * _VECTOR
     size = tl.cast(step_vectors, tl.int64) * _VECTOR
     me = tdl.rank(world).to(tl.int64)
@@ -200,27 +206,28 @@ def two_shot_kernel(
     reduced = pushed + RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
     ok = (steps > 0) & tdl.no_fault(world)
-    for s in range(0, steps + (3 if COPY else 1)):
+    for s in range(0, steps + (LAG if COPY else AHEAD)):
         now = first + s
         slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
         if COPY:
-            takes = member & (s >= 3)
+            takes = member & (s >= LAG)
             if takes:
-                ok = tdl.wait_all(reduced, RANKS, world, now - 2) & ok
+                ok = tdl.wait_all(reduced, RANKS, world, now - LAG + 1) & ok
             if ok & (takes | (s < steps)):
-                turn = ((now - 3) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                turn = ((now - LAG) & (SLOTS - 1)).to(tl.int64) * RANKS * size
                 _push_and_finish(
                     x, slot, results, out, bias, residual, world, numel, columns, shard, size,
-                    s * size, turn, takes, HAS_BIAS, HAS_RESIDUAL, WHOLE, BLOCK,
+                    s * size, (s - LAG) * size, turn, takes, HAS_BIAS, HAS_RESIDUAL, WHOLE, BLOCK,
                 )  # fmt: skip
         elif ok & (s < steps):
             push_step(x, slot, world, numel, shard, s * size, size, BLOCK)
         if s < steps:
             notify_ranks(pushed, world, now + 1, ok)
-        if (s >= 1) & (s <= steps):
-            turn = ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
-            begin = (s - 1) * size
-            ok = tdl.wait_all(pushed, RANKS, world, now) & ok
+        if (s >= AHEAD) & (s < steps + AHEAD):
+            done = now - AHEAD + 1
+            turn = ((done - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+            begin = (s - AHEAD) * size
+            ok = tdl.wait_all(pushed, RANKS, world, done) & ok
             if ok:
                 own = x + me * shard + begin
                 mine = results + (me * shard + begin if WHOLE else turn + me * size)
@@ -231,9 +238,9 @@ def two_shot_kernel(
                     WHOLE, COPY, ROOTED, BLOCK,
                 )  # fmt: skip
             if ROOTED:
-                tdl.notify(reduced + me, root, world, now, when=ok)
+                tdl.notify(reduced + me, root, world, done, when=ok)
             else:
-                notify_ranks(reduced, world, now, ok)
+                notify_ranks(reduced, world, done, ok)
     if not COPY:
         tdl.wait_all(reduced, RANKS, world, first + steps)
 
@@ -319,7 +326,9 @@ def bind_two_shot(
     ranks, numel = plan.group.size, elements(shape)
     shard = padded(-(-numel // ranks))
     per_element = dtype.itemsize + (0 if buffer is not None else wire.itemsize)
-    steps = Steps.make(shard * VECTOR, ranks * shard * VECTOR * per_element, config.steps)
+    ahead = ranks <= 2  # of more, pushes of two steps at once would share links
+    slot_bytes = ranks * shard * VECTOR * per_element
+    steps = Steps.make(shard * VECTOR, slot_bytes, config.steps, ahead)
     slots = (steps.slots * ranks * steps.elements,)
     blocks = plan.blocks_for(-(-steps.elements // config.block), config.blocks)
     staging = plan.workspace("shards", slots, dtype)
@@ -333,9 +342,9 @@ def bind_two_shot(
     def bind(copies: bool) -> Run:
         return plan.bind(
             two_shot_kernel, blocks, (dtype, out_dtype, dtype, dtype), *shared, **named,
-            RANKS=ranks, SLOTS=steps.slots, WHOLE=buffer is not None, COPY=copies,
-            ROOTED=root is not None, BLOCK=config.block, num_warps=config.num_warps,
-            enable_fp_fusion=False,
+            RANKS=ranks, SLOTS=steps.slots, AHEAD=int(ahead), WHOLE=buffer is not None,
+            COPY=copies, ROOTED=root is not None, BLOCK=config.block,
+            num_warps=config.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
 
     return bind(True), bind(False) if buffer is not None else None
