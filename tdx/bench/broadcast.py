@@ -13,7 +13,7 @@ from tdx.tools.collectives import Collective, columns
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
-ALGORITHMS = ("low_latency", "low_latency_scatter", "chain")
+ALGORITHMS = ("low_latency", "low_latency_scatter", "scatter", "chain")
 COLUMNS = columns(("nccl",), ALGORITHMS)
 _SIZES = tuple(1 << shift for shift in range(12, 29, 2))  # 4 KiB to 256 MiB
 
@@ -27,7 +27,7 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
         yield from Collective(
             nbytes,
             partial(tdx.Broadcast, world, numel, bench.dtype, 0),
-            ALGORITHMS if fast else ALGORITHMS[-1:],
+            ALGORITHMS if fast else ALGORITHMS[2:],
             given.view(bench.dtype),
             bench.pattern(0, given.nbytes).view(bench.dtype),
             sent=nbytes,

@@ -43,14 +43,9 @@ from tdx.kernels.copying import copy_share
 from tdx.kernels.gathering import Gathering
 from tdx.kernels.low_latency import LowLatency
 from tdx.kernels.operand import Operand, byte_units, elements, operand
-from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.pushing import ALIGNMENT, Push, aligned, check_overlap
-from tdx.kernels.select import (
-    STAGING_BYTES,
-    block_bytes,
-    check_low_latency,
-    gather_algorithm,
-)
+from tdx.kernels.select import STAGING_BYTES, block_bytes, gather_algorithm
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.checks import check_int

@@ -35,7 +35,7 @@ from tdx.kernels.chunk_product import bind_chunks, early_tiles
 from tdx.kernels.gathered_function import gathered_product
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
 from tdx.kernels.gathering_product import GatheringProduct
-from tdx.kernels.gathering_turns import end_of_turns, one_kernel
+from tdx.kernels.gathering_turns import choices, end_of_turns, one_kernel
 from tdx.kernels.library_chunks import bind_library_chunks, library_gains
 from tdx.kernels.library_product import check_library, library_product, may_multiply
 from tdx.kernels.operand import Operand, begin_aligned, elements, for_each, operand, overlap
@@ -177,14 +177,11 @@ class AllGatherMatmul(Plan):
         engines = size > 1 and nbytes // chunks >= constants(backend).engine_bytes
         if self.product.library:
             return "fused" if engines and not follows(backend, rows, nbytes, size) else "unfused"
-        # scales of rows need another kernel first; not measured
-        if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:
-            of = (self.world, self.product)
-            shape = (rows, self._widest, self._depth, size)
-            usual, other, gains = of_many(*of, *shape)
+        if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:  # not measured
+            what = (self.world, self.product, rows, self._widest, self._depth, size)
+            usual, other, gains = choices(*what)
             if size == 2:
-                usual, other = "one_kernel", "fused"
-                gains = engines and library_gains(*of, *shape) and may_multiply(*of, config)
+                gains = engines and library_gains(*what) and may_multiply(*what[:2], config)
             call = f"{self.operation}(a={self.shape_a}, dtype={self.dtype}, given_algorithm=None)"
             return other if unanimous(self.group, call, gains) else usual
         if self.product.scaled and rows > _FEWEST and nbytes >= constants(backend).engine_bytes:

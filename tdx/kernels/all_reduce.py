@@ -34,7 +34,7 @@ import tdx.language as tdl
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import check_apart, elements, operand
-from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.plan import Plan, check_low_latency, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
     ReductionConfig,
@@ -50,7 +50,6 @@ from tdx.kernels.select import (
     STAGING_BYTES,
     block_elements,
     cheapest,
-    check_low_latency,
     low_latency_elements,
     shard_block,
     takes_low_latency,

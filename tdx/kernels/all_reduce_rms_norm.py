@@ -32,7 +32,7 @@ import numpy as np
 from tdx.kernels.call import Call
 from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import Operand, check_apart, elements
-from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig, check_added
@@ -42,7 +42,6 @@ from tdx.kernels.select import (
     PIECE_BYTES,
     STAGING_BYTES,
     cheapest,
-    check_low_latency,
     constants,
     row_block,
     takes_low_latency,

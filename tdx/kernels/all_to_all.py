@@ -21,9 +21,9 @@ from typing import Any
 from tdx.kernels.call import one_line
 from tdx.kernels.low_latency import LowLatency
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.pushing import Push, check_overlap
-from tdx.kernels.select import check_low_latency, movement_algorithm
+from tdx.kernels.select import movement_algorithm
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group

@@ -3,25 +3,28 @@
 W ranks, S bytes:
 
 low_latency          The root pushes its array to every peer as words of data and flag (see
-                     broadcast_words.py). 2 * (W - 1) * S bytes out of the root, one hop, no meeting.
-                     Two slots used in turn; the peers acknowledge each call, and the root looks at
-                     the acknowledgements of two calls ago before it uses a slot again, so it does
-                     not wait for them.
+                     broadcast_words.py). 2 * (W - 1) * S bytes out of the root, one hop, no
+                     meeting. Two slots used in turn; the peers acknowledge each call, and the root
+                     looks at the acknowledgements of two calls ago before it uses a slot again, so
+                     it does not wait for them.
 low_latency_scatter  Scatter and all-gather (van de Geijn) with such words: the root pushes a part
                      to each peer, which passes it on to the others. 2 * S bytes out of the root,
                      two hops. A peer writes to others what came after the root had seen that they
                      have left the call before last.
+scatter              The same in rounds, with a signal behind each part of a round: the peers push
+                     theirs to each other while the root scatters the next round. So every link
+                     carries S bytes once: S / bandwidth and one round to fill the pipeline.
 chain                In rounds: the root pushes them to the next rank, with a signal, which pushes
-                     them on to the rank after it, and so on. So every link carries S bytes once:
-                     S / bandwidth, and W - 2 rounds to fill the pipeline. Each rank receives from
-                     one and sends to one, as links are fastest. Blocks work in two lanes, each
-                     with half of the array and half a round apart: while those of one wait until
-                     their stores have arrived, before they signal, those of the other fill the
-                     links. Ranks write straight into results in symmetric memory, else into up to
-                     four slots of a round for each lane, at most 64 MiB (see pushing.py: places),
-                     from which the receiver copies a round out while it passes it on. When that is
-                     done, it signals to whom it came from that the slot is free. Where the only
-                     peer need not copy anything, everything is one round.
+                     them on to the rank after it, and so on. Each rank receives from one and sends
+                     to one, as links are fastest, but W - 2 rounds fill the pipeline.
+
+Blocks work on rounds in two lanes, each with half of the array and half a round apart: while those
+of one wait until their stores have arrived, before they signal, those of the other fill the links.
+Ranks write straight into results in symmetric memory, else into up to four slots of a round for
+each lane, at most 64 MiB (see pushing.py: places). In a chain the receiver copies a round out while
+it passes it on, and signals back that the slot is free. In a scatter who signals round r has copied
+round r - 2 out, so who has seen that may write round r + 2. Where the only peer need not copy
+anything, a chain is one round.
 
 Data moves as bytes, in words as wide as size and addresses allow: any element type.
 
@@ -36,112 +39,35 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import triton
-import triton.language as tl
 
-import tdx.language as tdl
-from tdx import abi
+from tdx.kernels.broadcast_rounds import SLOTS, chain_kernel, scatter_kernel
 from tdx.kernels.broadcast_words import low_latency_kernel, low_latency_scatter_kernel
 from tdx.kernels.call import one_line
-from tdx.kernels.copying import VECTOR, copy_share, padded
+from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import Operand, byte_units, elements
-from tdx.kernels.plan import Plan, check_algorithm, plain_shape
+from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.pushing import (
     ALIGNMENT,
     aligned,
-    announce,
     check_overlap,
     is_direct,
-    place_of,
 )
 from tdx.kernels.select import (
     broadcast_algorithm,
     broadcast_round_bytes,
-    check_low_latency,
     low_latency_words,
     power_of_two,
     push_block,
     push_tile,
 )
-from tdx.language.address import masked_peers
 from tdx.runtime import dtypes
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
 __all__ = ["Broadcast", "broadcast"]
 
-ALGORITHMS = ("low_latency", "low_latency_scatter", "chain")
-_SLOTS = tl.constexpr(4)
-_MOST = tl.constexpr(abi.MAX_RANKS)
-
-
-@triton.jit
-def _round(turn, lane, lane_units, units, round_units, LANES: tl.constexpr):
-    """(begin, units, staging slot) of a lane's round; the second lane's first is half as long."""
-    turn = tl.cast(turn, tl.int64)
-    begin = tl.cast(lane, tl.int64) * lane_units
-    first = begin + turn * round_units - lane * (round_units // 2)
-    end = tl.minimum(first + round_units, tl.minimum(begin + lane_units, units))
-    first = tl.maximum(first, begin)
-    slot = (turn % _SLOTS * LANES + lane) * round_units
-    return first, tl.maximum(end - first, 0), slot
-
-
-@triton.jit(do_not_specialize=["direct", "root", "units", "lane_units", "round_units", "rounds"])
-def chain_kernel(
-    x, out, stage, places, sent, channel, world, direct, root, units, lane_units, round_units,
-    rounds,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
-    """Pass rounds of `round_units` * UNIT words on from rank to rank, in each lane.
-
-    Block b passes on, and copies out, what block b of the rank before has sent it. Rounds sent,
-    and rounds whose slots are free, are counted in `sent`, a word for each block and rank.
-    """
-    lane = tl.program_id(0) % LANES
-    index = tl.program_id(0) // LANES
-    parts = tl.num_programs(0) // LANES
-    me = tdl.rank(world)
-    ranks = tdl.num_ranks(world)
-    source_rank = (me + ranks - 1) % ranks
-    target_rank = (me + 1) % ranks
-    passes = target_rank != root
-    units = tl.cast(units, tl.int64)
-    number = tdl.epoch(channel)
-    places += (number & 1) * (2 * tl.num_programs(0) * ranks)  # some ranks may be a call ahead
-    announced, ok = announce(places, stage, out, direct, number, world)
-    place = place_of(announced, target_rank)
-    frees = (me != root) & (direct == 0)
-    everyone = tl.arange(0, _MOST)
-    peers = masked_peers(everyone, world)
-    told = (passes & (everyone == target_rank)) | (frees & (everyone == source_rank))
-    sent += tl.program_id(0) * ranks
-    before = (number - 1) * rounds
-    last = place_of(announced, tl.where(me == root, target_rank, me))
-    at_once = (ranks == 2) & (last != 0)  # nobody waits for a part of it
-    rounds = tl.where(at_once, 1, rounds)
-    round_units = tl.where(at_once, 2 * tl.cast(lane_units, tl.int64), round_units)
-    for turn in range(0, rounds):
-        begin, count, slot = _round(turn, lane, lane_units, units, round_units, LANES)
-        if passes & (place == 0) & (turn >= _SLOTS):
-            free = before + turn + 1 - _SLOTS
-            ok = tdl.wait(sent + target_rank, world, free, peer=target_rank) & ok
-        if me != root:
-            ok = tdl.wait(sent + source_rank, world, before + turn + 1, peer=source_rank) & ok
-        if ok:
-            home = out + begin * UNIT
-            source = tl.where(direct == 0, stage + slot * UNIT, home)
-            source = tl.where(me == root, x + begin * UNIT, source)
-            there = tl.where(place != 0, place // (WIDTH * UNIT) + begin, slot)
-            to = tdl.symm_at(stage, target_rank, world) + there * UNIT
-            if passes & ((me == root) | (direct == 0)):
-                copy_share(to, source, count * UNIT, index, parts, BLOCK, GROUP, home)
-            elif passes:
-                copy_share(to, source, count * UNIT, index, parts, BLOCK, GROUP)
-            elif direct == 0:
-                copy_share(home, source, count * UNIT, index, parts, BLOCK, GROUP)
-        tdl.notify(sent + me, peers, world, before + turn + 1, when=ok & told)
+ALGORITHMS = ("low_latency", "low_latency_scatter", "scatter", "chain")
+_WORDS = ALGORITHMS[:2]
 
 
 class Broadcast(Plan):
@@ -154,7 +80,7 @@ class Broadcast(Plan):
         Of every rank's argument and of the result. Any dtype.
     root : int
         Whose array is sent: a rank of the team.
-    algorithm : {"low_latency", "low_latency_scatter", "chain"}, optional
+    algorithm : {"low_latency", "low_latency_scatter", "scatter", "chain"}, optional
     team : Team, optional
     buffer : bool
         Whether the plan has a result buffer, for calls without `out`.
@@ -184,24 +110,22 @@ class Broadcast(Plan):
             ranks = self.group.size
             check_algorithm("broadcast", algorithm, ALGORITHMS)
             self.algorithm = algorithm or broadcast_algorithm(world.backend, self._nbytes, ranks)
-            if self.algorithm != "chain":
-                check_low_latency(
-                    "broadcast", self._nbytes, ranks, algorithm=self.algorithm
-                )
+            if self.algorithm in _WORDS:
+                check_low_latency("broadcast", self._nbytes, ranks, algorithm=self.algorithm)
             shared.update(
                 shape=self.shape, dtype=self.dtype, root=self.root, given_algorithm=algorithm,
                 algorithm=self.algorithm,
             )  # fmt: skip
         with self.preparation():
             self._kernels: dict[Any, Callable[..., None]] = {}
-            if self.algorithm == "chain":
-                self._build_chain()
+            if self.algorithm in _WORDS:
+                self._build_words()
             else:
-                self._build_low_latency()
+                self._build_rounds()
             # peers write into it themselves
             self._out = self.workspace("result", self.shape, self.dtype) if buffer else None
 
-    def _build_low_latency(self) -> None:
+    def _build_words(self) -> None:
         words, ranks = -(-self._nbytes // 4), self.group.size
         peers = max(1, ranks - 1) if self.algorithm == "low_latency_scatter" else 1
         part = -(-words // (peers * VECTOR)) * VECTOR  # of a peer
@@ -237,19 +161,21 @@ class Broadcast(Plan):
             self._kernels[width] = kernel
         return kernel
 
-    def _build_chain(self) -> None:
+    def _build_rounds(self) -> None:
         ranks, backend = self.group.size, self.world.backend
         if ranks == 1:
             return
-        whole, usual = aligned(self._nbytes), broadcast_round_bytes(backend, self._nbytes, ranks)
+        whole, chain = aligned(self._nbytes), self.algorithm == "chain"
+        usual = broadcast_round_bytes(backend, self._nbytes, ranks, chain)
         lanes = self._lanes = 1 if whole <= usual else 2
         self._lane = aligned(-(-whole // lanes))
         self._round = min(whole, usual) // lanes
         self._rounds = -(-(self._lane + (lanes - 1) * self._round // 2) // self._round)
-        self._block, self._warps = push_block(backend, lanes * self._round)
-        blocks = self.blocks_for(lanes * -(-self._round // self._block))
+        sent = self._part = self._round if chain else aligned(-(-self._round // (ranks - 1)))
+        self._block, self._warps = push_block(backend, lanes * sent)
+        blocks = self.blocks_for(lanes * -(-sent // self._block))
         self._blocks = max(1, blocks // lanes) * lanes
-        slots = lanes * min(_SLOTS.value, self._rounds)
+        slots = lanes * min(SLOTS, self._rounds)
         self._stage = self.workspace("staging", (slots * self._round,), np.uint8)
         self._places = self.workspace("places", (4 * self._blocks * ranks,), np.int64)
         self._sent = self.workspace("sent", (self._blocks * ranks,), np.int32, steps=self._rounds)
@@ -257,17 +183,19 @@ class Broadcast(Plan):
         self._alignment = math.gcd(ALIGNMENT, self._nbytes)
         if self._nbytes:
             for direct in (False, True):
-                self._chain_kernel(direct, self._alignment)
+                self._rounds_kernel(direct, self._alignment)
 
-    def _chain_kernel(self, direct: bool, alignment: int) -> Callable[..., None]:
+    def _rounds_kernel(self, direct: bool, alignment: int) -> Callable[..., None]:
         kernel = self._kernels.get((direct, alignment))
         if kernel is None:
             word, unit = byte_units(alignment)
             width = word.itemsize
-            sizes = (self._nbytes, self._lane, self._round)
+            chain = self.algorithm == "chain"
+            sizes = [self._nbytes, self._lane, self._round, *([] if chain else [self._part])]
             kernel = self._kernels[direct, alignment] = self.bind(
-                chain_kernel, self._blocks, (word, word), self._stage.view(word), self._places,
-                self._sent, self._channel, self.group.handle, int(direct), self.root,
+                chain_kernel if chain else scatter_kernel, self._blocks, (word, word),
+                self._stage.view(word), self._places, self._sent, self._channel,
+                self.group.handle, int(direct), self.root,
                 *(nbytes // (width * unit) for nbytes in sizes), self._rounds, WIDTH=width,
                 UNIT=unit, LANES=self._lanes,
                 **push_tile(self.world.backend, self._block, self._warps, width),
@@ -298,14 +226,14 @@ class Broadcast(Plan):
         if self.group.size == 1:
             if op.address != to.address:
                 self.world.driver.copy(to.address, op.address, self._nbytes, stream, op.owner)
-        elif self.algorithm != "chain":
+        elif self.algorithm in _WORDS:
             width = math.gcd(8, self._nbytes, op.address, to.address)
             self._words_kernel(width)(stream, op, to)
         else:
             alignment = math.gcd(self._alignment, op.address, to.address)
             # nobody writes to the root: its result goes through no slot
             direct = self.group.rank == self.root or is_direct(self, to, self._alignment)
-            self._chain_kernel(direct, alignment)(stream, op, to)
+            self._rounds_kernel(direct, alignment)(stream, op, to)
 
 
 def broadcast(
@@ -329,7 +257,7 @@ def broadcast(
     team : Team, optional
     stream : optional
         None: the world's current stream for a tdx array, else the caller's.
-    algorithm : {"low_latency", "low_latency_scatter", "chain"}, optional
+    algorithm : {"low_latency", "low_latency_scatter", "scatter", "chain"}, optional
 
     Returns the result in the caller's own framework, fresh unless `out` is given.
 

@@ -1,4 +1,4 @@
-"""Broadcast of small arrays as words of data and flag (see low_latency.py): kernels of broadcast.py.
+"""Broadcast of small arrays as words of data and flag, see low_latency.py: for broadcast.py.
 
 The peers acknowledge each call, so that the root knows of which slots they have read all.
 """

@@ -13,7 +13,7 @@ from tdx.kernels.select import constants, engines_us
 from tdx.runtime.world import World
 
 __all__ = [
-    "PIECES", "end_of_turns", "leaves_idle", "most_senders", "of_many", "one_kernel", "schedule",
+    "PIECES", "choices", "end_of_turns", "leaves_idle", "most_senders", "one_kernel", "schedule",
     "turns_of",
 ]  # fmt: skip
 
@@ -41,7 +41,7 @@ def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
     """Whether `rows` rows of each rank, `nbytes`, are gathered by the kernel that multiplies.
 
     Ranks choose alike: N, which may differ between them, says nothing here; see leaves_idle and
-    of_many.
+    choices.
     """
     if backend == "host" or ranks == 1:
         return False
@@ -49,14 +49,17 @@ def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
     return _FEWEST <= rows <= most // ranks and 2 * ranks * nbytes <= _SLOT_BYTES
 
 
-def of_many(
+def choices(
     world: World, product: Product, rows: int, columns: int, depth: int, ranks: int
 ) -> tuple[str, str, bool]:
-    """For more than two ranks: the usual algorithm, another, and whether that is faster here.
+    """The usual algorithm where one_kernel may be taken, another, and whether that is faster here.
 
-    Links are slower than short products: then few rows are gathered first, and many are pushed by
-    the kernel that multiplies, as each piece takes copy engines a while.
+    Of two ranks leaves_idle says that. Of more, links are slower than short products: then few rows
+    are gathered first, and many are pushed by the kernel that multiplies, as each piece takes copy
+    engines a while.
     """
+    if ranks == 2:
+        return "one_kernel", "fused", False
     size = product.dtype.itemsize
     product_us = least_us(world, size, ranks * rows, columns, depth)
     gather_us = engines_us(world.backend, (ranks - 1) * rows * depth * size)

@@ -20,14 +20,11 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.operand import Operand, elements
+from tdx.kernels.plan import check_low_latency
 from tdx.kernels.product import blocks_for
 from tdx.kernels.reduced_product import ReducedProduct
 from tdx.kernels.reduction import from_words, to_words
-from tdx.kernels.select import (
-    check_low_latency,
-    power_of_two,
-    takes_low_latency,
-)
+from tdx.kernels.select import power_of_two, takes_low_latency
 from tdx.kernels.tile_product import activate, grouped_tile, known, known_strides, tile_product
 from tdx.language.signal import program_barrier
 from tdx.runtime.driver.base import Bound

@@ -45,13 +45,7 @@ from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.product_options import ProductOptions, options_of, takes_options
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
-from tdx.kernels.scattered_rows import (
-    chunk_tiles,
-    fused_tile,
-    sent_rows,
-    sum_tile,
-    wait_each,
-)
+from tdx.kernels.scattered_rows import chunk_tiles, fused_tile, sent_rows, sum_tile, wait_each
 from tdx.kernels.select import constants, engines_us, follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
@@ -265,12 +259,13 @@ class MatmulReduceScatter(ReducedProduct):
     def _is_short(self, sent: int) -> bool:
         """Whether all products are short beside what copy engines take for `sent` bytes."""
         limits, itemsize, size = constants(self.world.backend), self.dtype.itemsize, self.group.size
-        if itemsize > 2 or self.world.backend == "host":
+        if itemsize > 2 or not sent or self.world.backend == "host":
             return False
         most = _SHORT_OF_MANY * engines_us(self.world.backend, sent)
-        if size == 2:
-            begins = sent < limits.engine_us * limits.link_bytes_per_us  # sooner than they do
-            most = _SHORT * limits.engine_us if 0 < sent and begins else 0
+        if size == 2 and sent < limits.engine_us * limits.link_bytes_per_us:  # before they begin
+            most = _SHORT * limits.engine_us
+        elif size == 2:
+            return False
         sizes = (self._rows * size, self.shape_b[1], self.shape_b[0])
         call = f"{self.operation}(rows={sizes[0]}, columns={sizes[1]}, given_algorithm=None)"
         return unanimous(self.group, call, least_us(self.world, itemsize, *sizes) < most)

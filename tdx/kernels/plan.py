@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tdx.kernels.operand import Operand, check_operand, check_output, hold_producers, operand
 from tdx.kernels.repeating import Repeating
 from tdx.kernels.results import Results
+from tdx.kernels.select import LOW_LATENCY_BYTES, LOW_LATENCY_RANKS, takes_low_latency
 from tdx.runtime import dtypes
 from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array
@@ -59,7 +60,9 @@ from tdx.runtime.world import World
 if TYPE_CHECKING:
     from tdx.runtime.graph import Graph
 
-__all__ = ["Plan", "check_algorithm", "group_of", "plain_shape", "post_refusal"]
+__all__ = [
+    "Plan", "check_algorithm", "check_low_latency", "group_of", "plain_shape", "post_refusal",
+]  # fmt: skip
 
 # raised by one rank on its own, as are errors that are not tdx's
 _REFUSALS = (InvalidArgument, DtypeError, Unsupported, Closed, DriverError, HeapExhausted)
@@ -352,6 +355,25 @@ def check_algorithm(operation: str, algorithm: Any, known: Sequence[str]) -> Non
         raise InvalidArgument(
             f"{operation}: algorithm={algorithm!r} is not one of {', '.join(known)}, or None"
         )
+
+
+def check_low_latency(
+    operation: str, nbytes: int, ranks: int, kinds: tuple[np.dtype, ...] = (),
+    algorithm: str = "low_latency",
+) -> None:  # fmt: skip
+    """Raise unless `takes_low_latency`."""
+    if takes_low_latency(nbytes, ranks, kinds):
+        return
+    for kind in kinds:
+        if kind.itemsize not in (2, 4):
+            raise Unsupported(
+                f"{operation}: {algorithm} takes types of 2 and 4 bytes, not {kind}; use another "
+                "algorithm"
+            )
+    raise InvalidArgument(
+        f"{operation}: {algorithm} takes up to {LOW_LATENCY_BYTES} bytes and {LOW_LATENCY_RANKS} "
+        f"ranks, not {nbytes} bytes on {ranks} ranks; use another algorithm"
+    )
 
 
 def _blocks_of(args: Iterable[Any]) -> Iterator[Block]:

@@ -24,17 +24,11 @@ from typing import Any, ClassVar
 from tdx.kernels.all_reduce import bind_one_hop
 from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.plan import Plan, check_low_latency, plain_shape
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig, check_types
-from tdx.kernels.select import (
-    cheapest,
-    check_low_latency,
-    low_latency_elements,
-    shard_block,
-    takes_low_latency,
-)
+from tdx.kernels.select import cheapest, low_latency_elements, shard_block, takes_low_latency
 from tdx.kernels.two_shot import bind_two_shot
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array

@@ -31,20 +31,14 @@ import tdx.language as tdl
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.plan import Plan, check_low_latency, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
     ReductionConfig,
     check_types,
     finish,
 )
-from tdx.kernels.select import (
-    cheapest,
-    check_low_latency,
-    low_latency_elements,
-    shard_block,
-    takes_low_latency,
-)
+from tdx.kernels.select import cheapest, low_latency_elements, shard_block, takes_low_latency
 from tdx.kernels.shards import (
     Steps,
     fewest_steps,

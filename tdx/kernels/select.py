@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tdx.runtime.errors import InvalidArgument, Unsupported
-
 __all__ = [
     "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "PIECE_BYTES",
     "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
-    "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "check_low_latency", "constants",
+    "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants",
     "engines_us", "follows", "gather_algorithm", "gather_chunks", "low_latency_elements",
     "low_latency_words", "movement_algorithm", "power_of_two", "push_block", "push_tile",
     "row_block", "shard_block", "shared_bytes", "takes_low_latency",
@@ -194,6 +192,8 @@ class Movement:
     words_broadcast : tuple[int, int, int]
         Most bytes that a root sends as words of data and flag to its only peer, to each of several,
         and in parts that these pass on.
+    scatter_bytes : int
+        Most bytes that a root scatters in rounds.
     broadcast_rounds : tuple[int, int]
         Least and most bytes of a round of a pipelined broadcast in both lanes: powers of two from
         512 on. Its staging takes four.
@@ -205,20 +205,24 @@ class Movement:
     push_shapes: tuple[tuple[int, int, int], ...]
     signal_bytes: int
     words_broadcast: tuple[int, int, int]
-    broadcast_rounds: tuple[int, int] = (64 << 10, 16 << 20)
+    scatter_bytes: int
+    broadcast_rounds: tuple[int, int] = (4 << 20, 16 << 20)
 
 
 # measured on two and four H200: small blocks until all multiprocessors have one, then large ones
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
 _MOVED = Movement(
-    3 << 19, "push", 64 << 20, _PUSH_SHAPES, 1 << 18, (2 << 20, 64 << 10, 3 << 20)
+    3 << 19, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (2 << 20, 128 << 10, 1 << 20), 64 << 20
 )
 MOVEMENT: dict[str, Movement] = {
-    "host": Movement(48 << 10, "pull", _NEVER, (), 16 << 20, (48 << 10, 24 << 10, 24 << 10)),
+    "host": Movement(
+        48 << 10, "pull", _NEVER, (), 16 << 20, (48 << 10, 24 << 10, 24 << 10), 0,
+        (64 << 10, 16 << 20),
+    ),
     "cuda": _MOVED,
     "hip": _MOVED,  # not measured
-}
+}  # fmt: skip
 
 
 def constants(backend: str) -> Constants:
@@ -240,25 +244,6 @@ def takes_low_latency(nbytes: int, ranks: int, kinds: tuple[np.dtype, ...] = ())
     """
     small = nbytes <= LOW_LATENCY_BYTES and ranks <= LOW_LATENCY_RANKS
     return small and all(kind.itemsize in (2, 4) for kind in kinds)
-
-
-def check_low_latency(
-    operation: str, nbytes: int, ranks: int, kinds: tuple[np.dtype, ...] = (),
-    algorithm: str = "low_latency",
-) -> None:  # fmt: skip
-    """Raise unless `takes_low_latency`."""
-    if takes_low_latency(nbytes, ranks, kinds):
-        return
-    for kind in kinds:
-        if kind.itemsize not in (2, 4):
-            raise Unsupported(
-                f"{operation}: {algorithm} takes types of 2 and 4 bytes, not {kind}; use another "
-                "algorithm"
-            )
-    raise InvalidArgument(
-        f"{operation}: {algorithm} takes up to {LOW_LATENCY_BYTES} bytes and {LOW_LATENCY_RANKS} "
-        f"ranks, not {nbytes} bytes on {ranks} ranks; use another algorithm"
-    )
 
 
 def low_latency_elements(backend: str, numel: int, itemsize: int) -> int:
@@ -350,7 +335,7 @@ def broadcast_algorithm(backend: str, nbytes: int, ranks: int) -> str:
     """How `nbytes` of a root are sent to all."""
     two, each, parts = MOVEMENT[backend].words_broadcast
     if not takes_low_latency(nbytes, ranks) or nbytes > (two if ranks <= 2 else parts):
-        return "chain"
+        return "chain" if ranks <= 2 or nbytes > MOVEMENT[backend].scatter_bytes else "scatter"
     return "low_latency" if ranks <= 2 or nbytes <= each else "low_latency_scatter"
 
 
@@ -392,17 +377,19 @@ def engines_us(backend: str, nbytes: int) -> float:
     return constants(backend).engine_us + nbytes / constants(backend).link_bytes_per_us
 
 
-def broadcast_round_bytes(backend: str, nbytes: int, ranks: int) -> int:
+def broadcast_round_bytes(backend: str, nbytes: int, ranks: int, chain: bool) -> int:
     """Bytes of a round of a pipelined broadcast, a power of two.
 
     One peer passes nothing on: few rounds, of which it copies out the last when all is there.
-    Several: rounds of c bytes take (nbytes / c + ranks - 2) * (c / bandwidth + signal) altogether,
-    of what is not hidden of a signal: least at c = sqrt(nbytes * signal * bandwidth / (ranks - 2)).
+    Several: rounds of c bytes take (nbytes / c + fill) * (c / bandwidth + signal) altogether, if
+    nothing hides the signals: least at c = sqrt(nbytes * signal * bandwidth / fill). Lanes of a
+    chain hide three quarters of them, which has ranks - 2 rounds to fill.
     """
     fewest, most = MOVEMENT[backend].broadcast_rounds
     if ranks == 2:
         return most if nbytes > most else max(fewest, most // 2)
-    best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes // max(1, ranks - 2))
+    fill = 4 * (ranks - 2) if chain else 1
+    best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes // fill)
     return min(most, max(fewest, power_of_two(best)))
 
 

@@ -6,10 +6,10 @@ it, so that at any time each rank sends to one and receives from one, and no lin
 twice. Block b of every rank has the same elements of each shard, so blocks meet their likes only.
 
 Large shards go in steps, which are numbered over all calls, through the slots in turn. A rank that
-works ahead pushes step t + 1 before it waits for step t. So when it pushes step t, it has step t - 2
-of every peer, and these had then finished reading step t - 4: four slots are enough, without a
-signal that says so. Two are, when each call is one step or nobody works ahead, because then it has
-step t - 1 of every peer.
+works ahead pushes step t + 1 before it waits for step t. So when it pushes step t, it has step
+t - 2 of every peer, and these had then finished reading step t - 4: four slots are enough, without
+a signal that says so. Two are, when each call is one step or nobody works ahead, because then it
+has step t - 1 of every peer.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ def fewest_steps(slot_bytes: int, ahead: bool = True) -> int:
 
     Each step ends with signals behind stores, which it waits for: so few, and large ones.
     """
-    return 1 if 2 * slot_bytes <= STAGING_BYTES else -(-(4 if ahead else 2) * slot_bytes // STEPS_BYTES)
+    return (
+        1
+        if 2 * slot_bytes <= STAGING_BYTES
+        else -(-(4 if ahead else 2) * slot_bytes // STEPS_BYTES)
+    )
 
 
 @triton.jit

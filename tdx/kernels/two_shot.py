@@ -135,7 +135,8 @@ def _finish_at(
 @triton.jit
 def _push_and_finish(
     x, slot, results, out, bias, residual, world, numel, columns, shard, size, begin, home, turn,
-    takes, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    takes, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`push_step` from element `begin` of each shard on, and if the rank `takes` any, the peers'
     results from element `home` on: their slot begins at `turn`, unless they are WHOLE.

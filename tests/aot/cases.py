@@ -133,9 +133,9 @@ def _pushed(word: str = "*i64", unit: int = 16, each: bool = True, own_first: bo
     return _tiled("pushing.push_kernel", word, unit, (), {"EACH": each, "OWN_FIRST": own_first})
 
 
-def _chained(word: str = "*i64", unit: int = 16):
-    sizes = ("root", "lane_units", "rounds")
-    return _tiled("broadcast.chain_kernel", word, unit, sizes, {"LANES": 2})
+def _in_rounds(kernel: str, word: str = "*i64", unit: int = 16):
+    sizes = ("root", "lane_units", "rounds", *(() if kernel == "chain" else ("part_units",)))
+    return _tiled(f"broadcast_rounds.{kernel}_kernel", word, unit, sizes, {"LANES": 2})
 
 
 def _tiled(kernel: str, word: str, unit: int, sizes, chosen):
@@ -212,8 +212,10 @@ CASES = {
     "passed-words-i8": _words(
         "broadcast_words.low_latency_scatter_kernel", "*i8", RANKS=8, SPREAD=8
     ),
-    "broadcast-chain": _chained(),
-    "broadcast-chain-odd": _chained("*i16", 1),
+    "broadcast-chain": _in_rounds("chain"),
+    "broadcast-chain-odd": _in_rounds("chain", "*i16", 1),
+    "broadcast-scatter": _in_rounds("scatter"),
+    "broadcast-scatter-odd": _in_rounds("scatter", "*i16", 1),
     "put-signal": (
         "one_sided.signal_kernel",
         {"signal": "*i32", "world": "world", "peer": "i32", "value": "i32"}, {}, {"num_warps": 1},

@@ -85,7 +85,7 @@ def check_move(world: Any, move: Move, shape: Sequence[int], dtype: str, root: i
 MOVES = [
     *(Move("all_gather", a) for a in ("low_latency", "push", "copy_engine", "pull")),
     *(Move("all_to_all", a) for a in ("low_latency", "push")),
-    *(Move("broadcast", a) for a in ("low_latency", "low_latency_scatter", "chain")),
+    *(Move("broadcast", a) for a in ("low_latency", "low_latency_scatter", "scatter", "chain")),
 ]
 
 

@@ -113,7 +113,7 @@ def test_an_algorithm_that_does_not_take_the_type(tmp_path, operation):
     [
         ("all_gather", ["low_latency", "push", "copy_engine", "pull"]),
         ("all_to_all", ["low_latency", "push"]),
-        ("broadcast", ["low_latency", "low_latency_scatter", "chain"]),
+        ("broadcast", ["low_latency", "low_latency_scatter", "scatter", "chain"]),
     ],
 )
 def test_movement(tmp_path, operation, algorithms):

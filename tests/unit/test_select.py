@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tdx.kernels import all_reduce, all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
-from tdx.kernels.gathering_turns import most_senders, one_kernel, schedule, turns_of
+from tdx.kernels.gathering_turns import choices, most_senders, one_kernel, schedule, turns_of
 from tdx.kernels.operand import byte_units
 from tdx.kernels.scattered_rows import sent_rows
 from tdx.kernels.select import (
@@ -94,19 +95,23 @@ def test_broadcast_by_size(backend):
     assert broadcast_algorithm(backend, each, 3) == "low_latency"
     passed_on = "low_latency_scatter" if parts > each else "chain"
     assert broadcast_algorithm(backend, each + 1, 8) == passed_on
-    assert broadcast_algorithm(backend, parts + 1, 8) == "chain"
-    assert broadcast_algorithm(backend, 8, 17) == "chain"
+    most = MOVEMENT[backend].scatter_bytes
+    assert broadcast_algorithm(backend, max(parts, most) + 1, 8) == "chain"
+    assert broadcast_algorithm(backend, 8, 17) == ("scatter" if most else "chain")
+    assert broadcast_algorithm(backend, 1 << 40, 2) == "chain"
 
 
 @pytest.mark.parametrize("backend", MOVEMENT)
 def test_rounds_of_a_broadcast_grow_with_the_root_of_the_size(backend):
     fewest, most = MOVEMENT[backend].broadcast_rounds
-    rounds = [broadcast_round_bytes(backend, 1 << shift, 3) for shift in range(0, 40)]
-    assert rounds == sorted(rounds)
-    assert (rounds[0], rounds[-1]) == (fewest, most)
-    assert all(size == power_of_two(size) for size in rounds)
-    assert broadcast_round_bytes("cuda", 64 << 20, 4) == 4 << 20
-    two = [broadcast_round_bytes(backend, 1 << shift, 2) for shift in range(0, 40)]
+    for chain in (True, False):
+        rounds = [broadcast_round_bytes(backend, 1 << shift, 3, chain) for shift in range(0, 40)]
+        assert rounds == sorted(rounds)
+        assert (rounds[0], rounds[-1]) == (fewest, most)
+        assert all(size == power_of_two(size) for size in rounds)
+    assert broadcast_round_bytes("cuda", 64 << 20, 4, False) == 8 << 20
+    assert broadcast_round_bytes("cuda", 256 << 20, 4, True) == 8 << 20
+    two = [broadcast_round_bytes(backend, 1 << shift, 2, True) for shift in range(0, 40)]
     assert set(two) == {most // 2, most}
 
 
@@ -299,11 +304,24 @@ def test_few_rows_are_not_fused():
 def test_few_waves_are_gathered_where_they_are_multiplied():
     for rows, nbytes, ranks, expected in (
         (512, 8 << 20, 2, True), (512, 8 << 20, 4, True), (2048, 32 << 20, 2, True),
-        (511, 8 << 20, 2, False), (2049, 32 << 20, 2, False), (513, 8 << 20, 4, False),
+        (511, 8 << 20, 2, False), (2049, 32 << 20, 2, False), (2048, 16 << 20, 4, True),
+        (2049, 16 << 20, 4, False),
         (512, 33 << 20, 2, False), (512, 4 << 20, 1, False),
     ):  # fmt: skip
         assert one_kernel("cuda", rows, nbytes, ranks) is expected
         assert not one_kernel("host", rows, nbytes, ranks)
+
+
+def test_short_products_of_many_ranks_are_not_fused_with_copy_engines():
+    world = SimpleNamespace(backend="cuda", driver=SimpleNamespace(resident_blocks=lambda: 132))
+    product = SimpleNamespace(dtype=np.dtype("float16"))
+    for rows, columns, depth, ranks, expected in (
+        (512, 1536, 4096, 4, "unfused"), (512, 7168, 4096, 4, "one_kernel"),
+        (1024, 1536, 4096, 4, "one_kernel"), (1024, 2560, 8192, 4, "one_kernel"),
+        (1024, 7168, 8192, 4, "fused"), (512, 1536, 4096, 2, "one_kernel"),
+    ):  # fmt: skip
+        usual, other, gains = choices(world, product, rows, columns, depth, ranks)
+        assert (other if gains else usual) == expected
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
