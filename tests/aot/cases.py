@@ -34,7 +34,8 @@ def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **cho
     words = "low_latency" in kernel
     block, warps = shard_block("cuda", (64 << 20) // size // ranks, size, ranks)
     values = {
-        "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "RANKS": ranks, "SLOTS": 4,
+        "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "RANKS": ranks,
+        "SLOTS": 4 if ranks == 2 or "two_shot" not in kernel else 2, "AHEAD": int(ranks == 2),
         "WHOLE": True, "COPY": False, "ROOTED": False, "UNIT": 16, "PAIRS": size == 2,
         "RESULT_PAIRS": size == 2, "BLOCK": 1024 // size if words else block, **chosen,
     }  # fmt: skip

@@ -16,7 +16,7 @@ from tests.helpers.reference import assert_same_bits, poisoned, values
 SHAPES = [(1,), (2,), (7,), (1023,), (4099,), (0,), (0, 3), (3, 5), (2, 0), (2, 3, 4)]
 DTYPES = ["bfloat16", "float8_e4m3fn", "int64", "bool", "complex64", "uint16", "float64"]
 every_move = pytest.mark.parametrize("move", MOVES, ids=str)
-PUSHED = [move for move in MOVES if move.algorithm in ("push", "chain")]
+PUSHED = [move for move in MOVES if move.algorithm in ("push", "scatter", "chain")]
 every_pushed_move = pytest.mark.parametrize("move", PUSHED, ids=str)
 
 
@@ -183,10 +183,15 @@ def case_broadcast_of_many_rounds_to_five(world):
 def broadcast_in_rounds(world, staged, shift):
     limit, root = 4096 if world.size < 5 else 8192, 1
     count = 6 * limit + 425 - shift
-    with many_rounds(rounds=(limit, limit)):
-        plan = tdx.Broadcast(world, count, "int8", root, algorithm="chain")
-    assert plan._rounds > 6
-    assert plan._blocks >= 4
+    for algorithm in ("scatter", "chain"):
+        with many_rounds(rounds=(limit, limit)):
+            plan = tdx.Broadcast(world, count, "int8", root, algorithm=algorithm)
+        assert plan._rounds > 6
+        assert plan._blocks >= (4 if algorithm == "scatter" else 8)
+        broadcast_late(world, plan, count, root, staged, shift)
+
+
+def broadcast_late(world, plan, count, root, staged, shift):
     symmetric = {"all": False, "some": world.rank == 0, "none": True}[staged]
     begin = shift * world.rank
     shared = [world.array(poisoned(count + world.size, "int8")) for _ in range(world.size + 2)]
