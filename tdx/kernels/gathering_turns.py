@@ -20,7 +20,8 @@ __all__ = [
 # Fewest rows of a rank: b is read for each rank's rows, which fewer do not make up for. Most of
 # all ranks, of two and of more: copy engines take no blocks from the product.
 _FEWEST, _MOST, _MOST_OF_MANY = 512, 4096, 8192
-_SHORT = 2  # a short product of many rows, in what copy engines take; measured on four H100s
+# A short product of few rows, and of many, in what copy engines take; measured on four H100s.
+_SHORT_OF_FEW, _SHORT = 1.4, 2
 _SLOT_BYTES = 128 << 20  # most memory for the rows of all ranks in two calls
 PIECES = 16  # in which the rows of a rank are pushed
 _SENDERS = (1, 2, 4, 6, 8, 12, 16)
@@ -64,7 +65,7 @@ def choices(
     product_us = least_us(world, size, ranks * rows, columns, depth)
     gather_us = engines_us(world.backend, (ranks - 1) * rows * depth * size)
     if rows <= _FEWEST:
-        return "one_kernel", "unfused", product_us < gather_us
+        return "one_kernel", "unfused", product_us < _SHORT_OF_FEW * gather_us
     return "fused", "one_kernel", product_us < _SHORT * gather_us
 
 

@@ -383,12 +383,12 @@ def broadcast_round_bytes(backend: str, nbytes: int, ranks: int, chain: bool) ->
     One peer passes nothing on: few rounds, of which it copies out the last when all is there.
     Several: rounds of c bytes take (nbytes / c + fill) * (c / bandwidth + signal) altogether, if
     nothing hides the signals: least at c = sqrt(nbytes * signal * bandwidth / fill). Lanes of a
-    chain hide three quarters of them, which has ranks - 2 rounds to fill.
+    chain hide half of them, which has ranks - 2 rounds to fill.
     """
     fewest, most = MOVEMENT[backend].broadcast_rounds
     if ranks == 2:
         return most if nbytes > most else max(fewest, most // 2)
-    fill = 4 * (ranks - 2) if chain else 1
+    fill = 2 * (ranks - 2) if chain else 1
     best = math.isqrt(nbytes * MOVEMENT[backend].signal_bytes // fill)
     return min(most, max(fewest, power_of_two(best)))
 

@@ -127,14 +127,15 @@ def test_blocks_of_shards_are_valid(backend, shard):
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.parametrize("shard", [0, 1, 15, 17, 12345, 1 << 22, (1 << 28) + 1])
 @pytest.mark.parametrize("least", [None, 1, 7])
-def test_steps_cover_a_shard_within_bounded_memory(ranks, shard, least):
-    steps = Steps.make(shard, 2 * ranks * shard, least)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_steps_cover_a_shard_within_bounded_memory(ranks, shard, least, ahead):
+    steps = Steps.make(shard, 2 * ranks * shard, least, ahead)
     assert steps.elements == steps.vectors * VECTOR
     assert (
         (steps.count - 1) * steps.elements < max(1, shard) <= max(1, steps.count * steps.elements)
     )
     assert steps.slots * ranks * 2 * steps.elements <= STEPS_BYTES + 4 * ranks * 2 * VECTOR
-    assert steps.slots >= (4 if steps.count > 1 else 2)
+    assert steps.slots >= (4 if ahead and steps.count > 1 else 2)
     if least is None and 4 * ranks * shard <= STAGING_BYTES:
         assert steps.count == 1
 
@@ -316,7 +317,7 @@ def test_short_products_of_many_ranks_are_not_fused_with_copy_engines():
     world = SimpleNamespace(backend="cuda", driver=SimpleNamespace(resident_blocks=lambda: 132))
     product = SimpleNamespace(dtype=np.dtype("float16"))
     for rows, columns, depth, ranks, expected in (
-        (512, 1536, 4096, 4, "unfused"), (512, 7168, 4096, 4, "one_kernel"),
+        (512, 2560, 8192, 4, "unfused"), (512, 7168, 4096, 4, "one_kernel"),
         (1024, 1536, 4096, 4, "one_kernel"), (1024, 2560, 8192, 4, "one_kernel"),
         (1024, 7168, 8192, 4, "fused"), (512, 1536, 4096, 2, "one_kernel"),
     ):  # fmt: skip
