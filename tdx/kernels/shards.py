@@ -69,24 +69,25 @@ class Steps:
         return self.vectors * VECTOR
 
     @classmethod
-    def make(
-        cls, shard: int, slot_bytes: int, least: int | None, ahead: bool = True,
-        most: int = STEPS_BYTES,
-    ) -> Steps:  # fmt: skip
+    def make(cls, shard: int, slot_bytes: int, least: int | None, ahead: bool = True) -> Steps:
         """Steps for `shard` elements, of which a slot with all ranks' pieces takes `slot_bytes`.
 
         At least `least` steps, and as many as `fewest_steps` says.
         """
-        vectors = padded(-(-shard // max(fewest_steps(slot_bytes, ahead, most), least or 1)))
+        vectors = padded(-(-shard // max(fewest_steps(slot_bytes, ahead), least or 1)))
         return cls(vectors, max(1, -(-shard // (vectors * VECTOR))), ahead)
 
 
-def fewest_steps(slot_bytes: int, ahead: bool = True, most: int = STEPS_BYTES) -> int:
-    """Steps of shards for which slots take `most` bytes; a slot for all takes `slot_bytes`.
+def fewest_steps(slot_bytes: int, ahead: bool = True) -> int:
+    """Steps of shards for which the memory of slots is bounded; a slot for all takes `slot_bytes`.
 
     Each step ends with signals behind stores, which it waits for: so few, and large ones.
     """
-    return 1 if 2 * slot_bytes <= STAGING_BYTES else -(-(4 if ahead else 2) * slot_bytes // most)
+    return (
+        1
+        if 2 * slot_bytes <= STAGING_BYTES
+        else -(-(4 if ahead else 2) * slot_bytes // STEPS_BYTES)
+    )
 
 
 @triton.jit

@@ -40,7 +40,6 @@ from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import elements
 from tdx.kernels.plan import Plan
 from tdx.kernels.reduction import ReductionConfig, finish, from_words, mean, to_words, widen
-from tdx.kernels.select import STEPS_BYTES
 from tdx.kernels.shards import (
     Steps,
     notify_ranks,
@@ -330,9 +329,7 @@ def bind_two_shot(
     per_element = dtype.itemsize + (0 if buffer is not None else wire.itemsize)
     ahead = ranks <= 2  # of more, pushes of two steps at once would share links
     slot_bytes = ranks * shard * VECTOR * per_element
-    # of many, a step takes 8 us besides its bytes, or more: few of them
-    most = STEPS_BYTES if ahead else max(STEPS_BYTES, numel * dtype.itemsize // 2)
-    steps = Steps.make(shard * VECTOR, slot_bytes, config.steps, ahead, most)
+    steps = Steps.make(shard * VECTOR, slot_bytes, config.steps, ahead)
     slots = (steps.slots * ranks * steps.elements,)
     blocks = plan.blocks_for(-(-steps.elements // config.block), config.blocks)
     staging = plan.workspace("shards", slots, dtype)
