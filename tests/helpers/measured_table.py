@@ -17,22 +17,22 @@ _PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _ROWS = (128, 512, 1024, 2048, 4096, 8192)
 
 
-def measured_table(gpus: int) -> str:
-    """Markdown: for each size the time of tdx, and in brackets that of the best peer."""
+def measured_table(gpus: str) -> str:
+    """Markdown: for each size the time of tdx on `gpus`, as 2xH200, and in brackets the best peer's."""
     return _table("µs", _SIZES, _OPERATIONS, gpus, "bytes")
 
 
-def product_table(gpus: int) -> str:
+def product_table(gpus: str) -> str:
     """The same for each number of rows of a product."""
     return _table("µs, M", dict(zip(_ROWS, map(str, _ROWS), strict=True)), _PRODUCTS, gpus, "M")
 
 
 def _table(
-    corner: str, columns: dict[int, str], operations: tuple[str, ...], gpus: int, key: str
+    corner: str, columns: dict[int, str], operations: tuple[str, ...], gpus: str, key: str
 ) -> str:
     lines = [f"| {corner} | {' | '.join(columns.values())} |", "|---|" + "---:|" * len(columns)]
     for operation in operations:
-        path = ROOT / "docs" / "benchmarks" / f"{operation}_{gpus}xH200.json"
+        path = ROOT / "docs" / "benchmarks" / f"{operation}_{gpus}.json"
         rows = json.loads(path.read_text())["rows"]
         of_size = {r[key]: r for r in rows if r.get("memory") != "foreign"}
         cells = [_cell(of_size[size]) for size in columns]
@@ -51,4 +51,5 @@ def _short(value: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join([*map(measured_table, (2, 4)), product_table(2)]))
+    tables = [*map(measured_table, ("2xH200", "4xH100")), product_table("2xH200")]
+    sys.stdout.write("\n".join(tables))
