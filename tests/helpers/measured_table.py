@@ -18,7 +18,7 @@ _ROWS = (128, 512, 1024, 2048, 4096, 8192)
 
 
 def measured_table(gpus: str) -> str:
-    """Markdown: for each size the time of tdx on `gpus`, as 2xH200, and in brackets the best peer's."""
+    """Markdown: by size the time of tdx on `gpus`, as 2xH200, and in brackets the best peer's."""
     return _table("µs", _SIZES, _OPERATIONS, gpus, "bytes")
 
 
