@@ -35,7 +35,7 @@ from tdx.kernels.chunk_product import bind_chunks, early_tiles
 from tdx.kernels.gathered_function import gathered_product
 from tdx.kernels.gathering import GatherFirst, Gathering, check_products_apart
 from tdx.kernels.gathering_product import GatheringProduct
-from tdx.kernels.gathering_turns import choices, end_of_turns, one_kernel
+from tdx.kernels.gathering_turns import choices, end_of_turns, is_compared
 from tdx.kernels.library_chunks import bind_library_chunks, library_gains
 from tdx.kernels.library_product import check_library, library_product, may_multiply
 from tdx.kernels.operand import Operand, begin_aligned, elements, for_each, operand, overlap
@@ -80,7 +80,7 @@ class AllGatherMatmul(Plan):
     dtype
         float16, bfloat16, float32 or float8_e4m3fn.
     algorithm : {"fused", "one_kernel", "unfused"}, optional
-        None: "fused" for many rows, where cuBLAS gains, or if one of the next two is given.
+        None: by rows, N and K of all ranks; "fused" if one of the next two is given.
     chunks_per_rank : int, optional
         Signals per rank: finer chunks start earlier and cost more signals. For "fused".
     trace : bool
@@ -177,7 +177,7 @@ class AllGatherMatmul(Plan):
         engines = size > 1 and nbytes // chunks >= constants(backend).engine_bytes
         if self.product.library:
             return "fused" if engines and not follows(backend, rows, nbytes, size) else "unfused"
-        if one_kernel(backend, rows, nbytes, size) and not self.product.scaled:  # not measured
+        if is_compared(backend, rows, nbytes, size) and not self.product.scaled:  # not measured
             what = (self.world, self.product, rows, self._widest, self._depth, size)
             usual, other, gains = choices(*what)
             if size == 2:

@@ -11,7 +11,7 @@ low_latency  The same by pushed words of data and flag: 2 * (W - 1) * S bytes ou
              to 16 ranks and 4 MiB.
 two_shot     Rank r adds the rows of shard r and pushes h to all, who normalise all rows:
              2 * (W - 1) / W * S bytes out, two hops, as many bytes as the all-reduce alone. Pushes,
-             steps and slots are those of two_shot.py.
+             steps and slots as shards.py has them where ranks work ahead.
 
 h is accumulated in float32 from rank 0 upwards, then bias, then residual, and rounded once to the
 type of x: its bits are those of all_reduce(x, bias=, residual=). The norm is that of the rounded h,

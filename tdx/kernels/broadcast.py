@@ -171,7 +171,8 @@ class Broadcast(Plan):
         self._lane = aligned(-(-whole // lanes))
         self._round = min(whole, usual) // lanes
         self._rounds = -(-(self._lane + (lanes - 1) * self._round // 2) // self._round)
-        sent = self._part = self._round if chain else aligned(-(-self._round // (ranks - 1)))
+        self._part = aligned(-(-self._round // (ranks - 1)))  # of a scatter
+        sent = self._round if chain else self._part
         self._block, self._warps = push_block(backend, lanes * sent)
         blocks = self.blocks_for(lanes * -(-sent // self._block))
         self._blocks = max(1, blocks // lanes) * lanes

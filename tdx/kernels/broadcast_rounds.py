@@ -40,7 +40,8 @@ def chain_kernel(
     """Pass rounds of `round_units` * UNIT words on from rank to rank, in each lane.
 
     Block b passes on, and copies out, what block b of the rank before has sent it. Rounds sent,
-    and rounds whose slots are free, are counted in `sent`, a word for each block and rank.
+    and rounds whose slots are free, are counted in `sent`, a word for each block and rank. Where a
+    rank stops midway, its neighbours name it, and others who wait name the neighbours.
     """
     lane = tl.program_id(0) % LANES
     index = tl.program_id(0) // LANES
@@ -54,14 +55,14 @@ def chain_kernel(
     number = tdl.epoch(channel)
     places += (number & 1) * (2 * tl.num_programs(0) * ranks)  # some ranks may be a call ahead
     announced, ok = announce(places, stage, out, direct, number, world)
-    place = place_of(announced, target_rank)
+    place = tl.where(ok, place_of(announced, target_rank), 0)  # the same in all threads
     frees = (me != root) & (direct == 0)
     everyone = tl.arange(0, _MOST)
     peers = masked_peers(everyone, world)
     told = (passes & (everyone == target_rank)) | (frees & (everyone == source_rank))
     sent += tl.program_id(0) * ranks
     before = (number - 1) * rounds
-    last = place_of(announced, tl.where(me == root, target_rank, me))
+    last = tl.where(ok, place_of(announced, tl.where(me == root, target_rank, me)), 0)
     at_once = (ranks == 2) & (last != 0)  # nobody waits for a part of it
     rounds = tl.where(at_once, 1, rounds)
     round_units = tl.where(at_once, 2 * tl.cast(lane_units, tl.int64), round_units)
@@ -126,7 +127,7 @@ def scatter_kernel(
     number = tdl.epoch(channel)
     places += (number & 1) * (2 * tl.num_programs(0) * ranks)  # some ranks may be a call ahead
     announced, ok = announce(places, stage, out, direct, number, world)
-    slots_are_used = staged(announced, world)
+    slots_are_used = staged(announced, world) | (ok == 0)  # the same in all threads
     everyone = tl.arange(0, _MOST)
     peers = masked_peers(everyone, world)
     sent += tl.program_id(0) * ranks

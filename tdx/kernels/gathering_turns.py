@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 from tdx.kernels.product import Product, blocks_for, least_us
-from tdx.kernels.select import constants, engines_us
+from tdx.kernels.select import constants, engines_us, follows
 from tdx.runtime.world import World
 
 __all__ = [
-    "PIECES", "choices", "end_of_turns", "leaves_idle", "most_senders", "one_kernel", "schedule",
-    "turns_of",
+    "PIECES", "choices", "end_of_turns", "is_compared", "leaves_idle", "most_senders", "one_kernel",
+    "schedule", "turns_of",
 ]  # fmt: skip
 
 # Fewest rows of a rank: b is read for each rank's rows, which fewer do not make up for. Most of
@@ -50,14 +50,20 @@ def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
     return _FEWEST <= rows <= most // ranks and 2 * ranks * nbytes <= _SLOT_BYTES
 
 
+def is_compared(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
+    """Whether N and K of all ranks have a say: see choices."""
+    few = ranks > 2 and rows < _FEWEST and not follows(backend, rows, nbytes, ranks)
+    return one_kernel(backend, rows, nbytes, ranks) or (few and backend != "host")
+
+
 def choices(
     world: World, product: Product, rows: int, columns: int, depth: int, ranks: int
 ) -> tuple[str, str, bool]:
-    """The usual algorithm where one_kernel may be taken, another, and whether that is faster here.
+    """The usual algorithm where that is compared, another, and whether that is faster here.
 
     Of two ranks leaves_idle says that. Of more, links are slower than short products: then few rows
     are gathered first, and many are pushed by the kernel that multiplies, as each piece takes copy
-    engines a while.
+    engines a while. (Products of float32 are none, unless tensor cores round it.)
     """
     if ranks == 2:
         return "one_kernel", "fused", False
@@ -65,8 +71,9 @@ def choices(
     product_us = least_us(world, size, ranks * rows, columns, depth)
     gather_us = engines_us(world.backend, (ranks - 1) * rows * depth * size)
     if rows <= _FEWEST:
-        return "one_kernel", "unfused", product_us < _SHORT_OF_FEW * gather_us
-    return "fused", "one_kernel", product_us < _SHORT * gather_us
+        usual = "one_kernel" if rows == _FEWEST else "fused"
+        return usual, "unfused", size <= 2 and product_us < _SHORT_OF_FEW * gather_us
+    return "fused", "one_kernel", size <= 2 and product_us < _SHORT * gather_us
 
 
 def end_of_turns(

@@ -11,8 +11,8 @@ fused    Persistent blocks compute the tiles of the next rank's rows first and t
          2 * M * N * K_local operations but for the last rows.
 unfused  The product, then a reduce-scatter (product_first.py), where copy engines begin too late.
 one_kernel
-         For few rows: blocks push each tile's rows to their owners as soon as it is finished, with
-         a signal, and add all ranks' own rows of it. See summed_tiles.py.
+         For few rows, of two ranks: blocks push each tile's rows to their owners as soon as it is
+         finished, with a signal, and add all ranks' own rows of it. See summed_tiles.py.
 low_latency
          The same for the fewest rows, as words of data and flag: see low_latency_product.py. Up to
          16 ranks, 4 MiB of partial sums for a rank.
@@ -58,7 +58,7 @@ from tdx.runtime.errors import InvalidArgument
 __all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"]
 
 ALGORITHMS = ("fused", "one_kernel", "low_latency", "unfused")
-_PUSHED_BYTES = 4 << 20  # most partial sums of a rank that one kernel pushes: nothing hides them
+_PUSHED_BYTES = 4 << 20  # most partial sums of one of two ranks that one kernel pushes
 _LONG = 1 << 16
 # A short product's time: of two ranks in what copy engines take besides the bytes, of more in all
 # that they take. Measured on two H200s and four H100s.

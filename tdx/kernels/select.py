@@ -135,7 +135,7 @@ class Cost:
     piece_us: float = 0
 
 
-# Of 2 x H100, 2 and 4 x H200 with NVLink (18 links) in a graph, bfloat16; of 4 ranks on 2 cores.
+# Of 2 and 4 x H100 and H200 with NVLink (18 links) in a graph, bfloat16; of 4 ranks on 2 cores.
 _H200 = {
     "low_latency": Cost(2.4, 290e3),
     "low_latency_two_shot": Cost(3.2, 320e3),

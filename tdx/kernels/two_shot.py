@@ -19,11 +19,11 @@ peers and local ones hide each other. (Own results go there as they are computed
 Two ranks work AHEAD: they push a step before they reduce the one before it, and bring home what was
 reduced three steps before. More ranks reduce each step as soon as it is there, and bring it home
 with the next: results on their way would share links with the pushes of another step, which then
-are no permutation of the ranks. (256 MiB on four H100s: 1202 us ahead in four steps, 1115 in one.)
+are no permutation of the ranks.
 
 A peer may write results of step t once it has this rank's signal that it pushed step t. By then the
 rank has copied the results of all steps up to t - 3, or t - 1, so that as many slots as for the
-pushes are enough.
+pushes are enough; two are where a call is one step, because then those of all calls before are.
 """
 
 from __future__ import annotations

@@ -166,6 +166,7 @@ CASES = {
     "low_latency-bf16": _all_reduce("low_latency", "bfloat16"),
     "low_latency-fp32": _all_reduce("low_latency", "float32", OP="avg", HAS_RESIDUAL=True),
     "two_shot-bf16": _shards("two_shot.two_shot_kernel", "bfloat16"),
+    "two_shot-2": _shards("two_shot.two_shot_kernel", "bfloat16", 2),
     "two_shot-bf16-8": _shards("two_shot.two_shot_kernel", "bfloat16", 8),
     "two_shot-fp32-team": _shards("two_shot.two_shot_kernel", "float32", world="team"),
     "two_shot-copy": _shards("two_shot.two_shot_kernel", "bfloat16", WHOLE=False, COPY=True),

@@ -22,7 +22,8 @@ TAKEN = [
 ]
 WAITING = [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-scaled", "push-all",
-    "push-one", "root-words-i64", "broadcast-chain", "barrier", "grant", "confirm", "take",
+    "push-one", "root-words-i64", "broadcast-chain",
+    "broadcast-scatter", "passed-words-i64", "two_shot-2", "barrier", "grant", "confirm", "take",
     "arrive", "sum", "sum-whole",
     "consume-bf16", "consume-fp32", "scattered-bf16", "norm-one_shot", "norm-two_shot",
     "fused-bf16", "fused-one_shot-ragged", "one_kernel-bf16",
@@ -32,7 +33,8 @@ MOVING_VECTORS = [
     "two_shot-bf16-8", "two_shot-fp32-team", "two_shot-copy", "two_shot-copy-2", "two_shot-buffer",
     "two_shot-root", "scatter-bf16", "scatter-fp32-8", "norm-one_shot", "norm-two_shot",
     "norm-two_shot-2", "norm-two_shot-8", "pull", "push", "push-all", "push-one",
-    "broadcast-chain", "sum", "take", "take-rows", "one_kernel-bf16", "one_kernel-fp8",
+    "broadcast-chain", "broadcast-scatter", "two_shot-2", "sum", "take", "take-rows",
+    "one_kernel-bf16", "one_kernel-fp8",
 ]  # fmt: skip
 GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,
@@ -104,7 +106,9 @@ def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
         assert positions(code, r"(global|buffer)_load(_lds)?_dwordx4")
 
 
-@pytest.mark.parametrize("case", ["broadcast-chain", "broadcast-chain-odd"])
+@pytest.mark.parametrize(
+    "case", ["broadcast-chain", "broadcast-chain-odd", "broadcast-scatter", "broadcast-scatter-odd"]
+)
 def test_copies_need_no_shared_memory(outcome_of, case):
     """What is loaded stays with its thread until it is stored."""
     assert outcome_of(case, "sm_90").ttgir.count("convert_layout") == 0
@@ -189,7 +193,8 @@ def test_products_of_gathered_rows_are_pipelined(outcome_of, case):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i64",
-    "broadcast-chain", "put-signal", "enter", "grant", "scattered-bf16",
+    "broadcast-chain", "broadcast-scatter", "passed-words-i64", "two_shot-2", "put-signal",
+    "enter", "grant", "scattered-bf16",
     "scattered-whole", "norm-two_shot", "fused-bf16", "one_kernel-bf16",
 ])  # fmt: skip
 def test_signals_release(outcome, case, target):
@@ -212,7 +217,7 @@ def test_sums_are_not_contracted(outcome, case, target):
 
 
 @pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("case", ["words-i64", "root-words-i64"])
+@pytest.mark.parametrize("case", ["words-i64", "root-words-i64", "passed-words-i64"])
 def test_words_with_flags_travel_in_pairs(outcome):
     """8 bytes of data and two flags by one store of 16 bytes."""
     assert positions(outcome.code, r"st\.relaxed\.sys\.global\.v2\.b64")

@@ -16,7 +16,8 @@ from tests.aot.test_kernels import LOAD, SHARED_LIMIT, STORE
 MOVED = [
     "one_shot-bf16", "two_shot-bf16", "two_shot-copy", "two_shot-buffer", "scatter-bf16",
     "scatter-odd", "pull", "pull-odd", "push-all", "push-one", "push-odd", "broadcast-chain",
-    "broadcast-chain-odd",
+    "broadcast-chain-odd", "broadcast-scatter", "broadcast-scatter-odd", "two_shot-2",
+    "two_shot-copy-2",
 ]  # fmt: skip
 VECTORS = [case for case in MOVED if "odd" not in case]
 CASES = [*MOVED, "matmul-bf16", "scattered-bf16"]

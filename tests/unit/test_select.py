@@ -10,7 +10,14 @@ import pytest
 from tdx.kernels import all_reduce, all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
-from tdx.kernels.gathering_turns import choices, most_senders, one_kernel, schedule, turns_of
+from tdx.kernels.gathering_turns import (
+    choices,
+    is_compared,
+    most_senders,
+    one_kernel,
+    schedule,
+    turns_of,
+)
 from tdx.kernels.operand import byte_units
 from tdx.kernels.scattered_rows import sent_rows
 from tdx.kernels.select import (
@@ -317,12 +324,24 @@ def test_short_products_of_many_ranks_are_not_fused_with_copy_engines():
     world = SimpleNamespace(backend="cuda", driver=SimpleNamespace(resident_blocks=lambda: 132))
     product = SimpleNamespace(dtype=np.dtype("float16"))
     for rows, columns, depth, ranks, expected in (
+        (384, 1536, 4096, 4, "unfused"), (384, 7168, 8192, 4, "fused"),
         (512, 2560, 8192, 4, "unfused"), (512, 7168, 4096, 4, "one_kernel"),
         (1024, 1536, 4096, 4, "one_kernel"), (1024, 2560, 8192, 4, "one_kernel"),
         (1024, 7168, 8192, 4, "fused"), (512, 1536, 4096, 2, "one_kernel"),
     ):  # fmt: skip
         usual, other, gains = choices(world, product, rows, columns, depth, ranks)
         assert (other if gains else usual) == expected
+    wide = SimpleNamespace(dtype=np.dtype("float32"))
+    assert not choices(world, wide, 512, 1536, 4096, 4)[2]
+
+
+def test_what_products_take_is_compared_where_they_may_be_short():
+    for rows, nbytes, ranks, expected in (
+        (384, 3 << 20, 4, True), (512, 4 << 20, 4, True), (128, 1 << 20, 4, False),
+        (384, 3 << 20, 2, False), (2048, 16 << 20, 4, True), (2049, 16 << 20, 4, False),
+    ):  # fmt: skip
+        assert is_compared("cuda", rows, nbytes, ranks) is expected
+        assert not is_compared("host", rows, nbytes, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -72,6 +72,26 @@ def case_ranks_that_disagree(world, move):
 
 
 @isolated
+@worlds(3)
+@limit(60)
+def case_a_peer_that_does_not_pass_words_on(comm, backend):
+    """Is named by who waits for them, not the root."""
+    world = tdx.init(comm, backend=backend, timeout_s=0.5)
+    plan = tdx.Broadcast(world, 1000, "int32", 1, algorithm="low_latency_scatter")
+    x, out = world.zeros(1000, "int32"), world.zeros(1000, "int32")
+    world.barrier()
+    if world.rank != 2:
+        plan(x, out=out)
+    if world.rank == 0:
+        with pytest.raises(PeerTimeout, match="rank 2") as caught:
+            world.synchronize()
+        assert (caught.value.operation, caught.value.peer) == ("broadcast", 2)
+    comm.barrier()
+    with contextlib.suppress(TdxError):
+        world.close()
+
+
+@isolated
 @worlds(2)
 @limit(90)
 @every_move
