@@ -22,7 +22,8 @@ __all__ = [
 _FEWEST, _MOST, _MOST_OF_MANY = 512, 4096, 8192
 # A short product of few rows, and of many, in what copy engines take; measured on four H100s.
 _SHORT_OF_FEW, _SHORT = 1.4, 2
-_SLOT_BYTES = 128 << 20  # most memory for the rows of all ranks in two calls
+# Most memory for the rows of all ranks in two calls, of two ranks and of more.
+_SLOT_BYTES, _SLOT_BYTES_OF_MANY = 128 << 20, 256 << 20
 PIECES = 16  # in which the rows of a rank are pushed
 _SENDERS = (1, 2, 4, 6, 8, 12, 16)
 # Elements of a tile in whose time a block pushes one row to a peer: on an H200 23 GB/s, and 79 us
@@ -46,8 +47,8 @@ def one_kernel(backend: str, rows: int, nbytes: int, ranks: int) -> bool:
     """
     if backend == "host" or ranks == 1:
         return False
-    most = _MOST if ranks == 2 else _MOST_OF_MANY
-    return _FEWEST <= rows <= most // ranks and 2 * ranks * nbytes <= _SLOT_BYTES
+    most, memory = (_MOST, _SLOT_BYTES) if ranks == 2 else (_MOST_OF_MANY, _SLOT_BYTES_OF_MANY)
+    return _FEWEST <= rows <= most // ranks and 2 * ranks * nbytes <= memory
 
 
 def is_compared(backend: str, rows: int, nbytes: int, ranks: int) -> bool:

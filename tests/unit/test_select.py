@@ -314,7 +314,8 @@ def test_few_waves_are_gathered_where_they_are_multiplied():
         (512, 8 << 20, 2, True), (512, 8 << 20, 4, True), (2048, 32 << 20, 2, True),
         (511, 8 << 20, 2, False), (2049, 32 << 20, 2, False), (2048, 16 << 20, 4, True),
         (2049, 16 << 20, 4, False),
-        (512, 33 << 20, 2, False), (512, 4 << 20, 1, False),
+        (512, 33 << 20, 2, False), (2048, 32 << 20, 4, True), (2048, 33 << 20, 4, False),
+        (512, 4 << 20, 1, False),
     ):  # fmt: skip
         assert one_kernel("cuda", rows, nbytes, ranks) is expected
         assert not one_kernel("host", rows, nbytes, ranks)
@@ -327,7 +328,7 @@ def test_short_products_of_many_ranks_are_not_fused_with_copy_engines():
         (384, 1536, 4096, 4, "unfused"), (384, 7168, 8192, 4, "fused"),
         (512, 2560, 8192, 4, "unfused"), (512, 7168, 4096, 4, "one_kernel"),
         (1024, 1536, 4096, 4, "one_kernel"), (1024, 2560, 8192, 4, "one_kernel"),
-        (1024, 7168, 8192, 4, "fused"), (512, 1536, 4096, 2, "one_kernel"),
+        (2048, 2560, 8192, 4, "one_kernel"), (1024, 7168, 8192, 4, "fused"), (512, 1536, 4096, 2, "one_kernel"),
     ):  # fmt: skip
         usual, other, gains = choices(world, product, rows, columns, depth, ranks)
         assert (other if gains else usual) == expected
