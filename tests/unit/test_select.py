@@ -328,7 +328,8 @@ def test_short_products_of_many_ranks_are_not_fused_with_copy_engines():
         (384, 1536, 4096, 4, "unfused"), (384, 7168, 8192, 4, "fused"),
         (512, 2560, 8192, 4, "unfused"), (512, 7168, 4096, 4, "one_kernel"),
         (1024, 1536, 4096, 4, "one_kernel"), (1024, 2560, 8192, 4, "one_kernel"),
-        (2048, 2560, 8192, 4, "one_kernel"), (1024, 7168, 8192, 4, "fused"), (512, 1536, 4096, 2, "one_kernel"),
+        (2048, 2560, 8192, 4, "one_kernel"), (1024, 7168, 8192, 4, "fused"),
+        (512, 1536, 4096, 2, "one_kernel"),
     ):  # fmt: skip
         usual, other, gains = choices(world, product, rows, columns, depth, ranks)
         assert (other if gains else usual) == expected
