@@ -209,13 +209,13 @@ def two_shot_kernel(
     ok = (steps > 0) & tdl.no_fault(world)
     for s in range(0, steps + (LAG if COPY else AHEAD)):
         now = first + s
-        slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
+        slot = staging + (now & (SLOTS - 1)) * (RANKS * size)
         if COPY:
             takes = member & (s >= LAG)
             if takes:
                 ok = tdl.wait_all(reduced, RANKS, world, now - LAG + 1) & ok
             if ok & (takes | (s < steps)):
-                turn = ((now - LAG) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                turn = ((now - LAG) & (SLOTS - 1)) * (RANKS * size)
                 _push_and_finish(
                     x, slot, results, out, bias, residual, world, numel, columns, shard, size,
                     s * size, (s - LAG) * size, turn, takes, HAS_BIAS, HAS_RESIDUAL, WHOLE, BLOCK,
@@ -226,7 +226,7 @@ def two_shot_kernel(
             notify_ranks(pushed, world, now + 1, ok)
         if (s >= AHEAD) & (s < steps + AHEAD):
             done = now - AHEAD + 1
-            turn = ((done - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
+            turn = ((done - 1) & (SLOTS - 1)) * (RANKS * size)
             begin = (s - AHEAD) * size
             ok = tdl.wait_all(pushed, RANKS, world, done) & ok
             if ok:
