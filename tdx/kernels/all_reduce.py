@@ -6,11 +6,11 @@ one_shot     Each rank copies its array into a symmetric slot, all meet block by
              reads the slots of all ranks. (W - 1) * S bytes in, one hop and one meeting. Two
              slots used in turn replace a meeting at the end: a rank can be in call n + 2 only
              after every other has finished reading in call n, because each call meets all.
-low_latency  Each rank pushes its array to all others as 64-bit words, 4 bytes of data and 4 of
-             flag (the epoch), and reads what the others pushed. 2 * (W - 1) * S bytes out, one
+low_latency  Each rank pushes its array to all others as 64-bit words, 7 bytes of data and one of
+             flag (of the epoch), and reads what the others pushed. 8/7 * (W - 1) * S bytes out, one
              hop and no meeting: the data is its own signal, as in NCCL's LL. Two slots in turn, as
              above: a word holds the flag of two calls before, never the one waited for, also where
-             epochs wrap to the 0 of fresh memory. Up to 16 ranks, 4 MiB, types of 2 and 4 bytes.
+             flags wrap to the 0 of fresh memory. Up to 16 ranks, 4 MiB, types of 2 and 4 bytes.
 two_shot     Rank r reduces shard r and pushes the result to all: 2 * (W - 1) / W * S bytes out, two
              hops; and low_latency_two_shot, the same in words with flags. See two_shot.py.
 
@@ -34,6 +34,17 @@ import tdx.language as tdl
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import check_apart, elements, operand
+from tdx.kernels.packed import (
+    VALUES,
+    get_tiles,
+    load_packable,
+    others,
+    per_element,
+    put_tile,
+    reduce_value,
+    slot_words,
+    tiles_of,
+)
 from tdx.kernels.plan import Plan, check_low_latency, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
@@ -42,8 +53,6 @@ from tdx.kernels.reduction import (
     check_types,
     combine,
     finish,
-    reduce_words,
-    to_words,
     widen,
 )
 from tdx.kernels.select import (
@@ -51,6 +60,7 @@ from tdx.kernels.select import (
     block_elements,
     cheapest,
     low_latency_elements,
+    packed_bytes,
     shard_block,
     takes_low_latency,
 )
@@ -63,6 +73,7 @@ from tdx.runtime.world import World
 __all__ = ["AllReduce", "Config", "all_reduce"]
 
 _VECTOR = tl.constexpr(VECTOR)
+_VALUES = tl.constexpr(VALUES)
 
 
 @dataclass(frozen=True)
@@ -120,45 +131,45 @@ def one_shot_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["numel", "columns", "vectors"])
+@triton.jit(do_not_specialize=["numel", "columns"])
 def low_latency_kernel(
-    x, out, bias, residual, slots, channel, world, numel, columns, vectors,
+    x, out, bias, residual, slots, channel, world, numel, columns,
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Push the own elements to everybody as words with flags, and reduce what arrives.
 
-    Each rank's slot has VECTOR * vectors words of 8 bytes, which hold 4 bytes of data.
+    For each parity of the epoch `slots` holds a place for every rank's tiles: see packed.py.
     """
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
-    WORDS: tl.constexpr = BLOCK // PER_WORD
-    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
+    LANES: tl.constexpr = BLOCK // PER_WORD
+    TILE: tl.constexpr = BLOCK * _VALUES
     me = tdl.rank(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
-    stride = vectors * _VECTOR
+    tiles = tl.cdiv(numel, TILE)
+    words = tl.cdiv(numel, PER_WORD)
+    stride = tl.cast(tiles, tl.int64) * (4 * LANES)
     base = slots + (flag & 1).to(tl.int64) * RANKS * stride
-    step = tl.num_programs(0) * BLOCK
-    for start in range(tl.program_id(0) * BLOCK, numel, step):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        words = to_words(tl.load(x + offsets, mask=offsets < numel, other=0), PAIRS)
-        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, WORDS)
-        own = base + me * stride + at
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        own = load_packable(x, tl.cast(tile, tl.int64) * TILE, numel, PAIRS, BLOCK)
         for hop in tl.static_range(1, RANKS):
-            tdl.store_ll(own, words, flag, (me + hop) % RANKS, world, (at < stride) & sound)
-    for start in range(tl.program_id(0) * BLOCK, numel, step):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        mask = offsets < numel
-        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, WORDS)
-        own = to_words(tl.load(x + offsets, mask=mask, other=0), PAIRS)
-        words, arrived = tdl.load_ll_all(base + at, stride, flag, world, RANKS, at < stride, KIND)
-        if PAIRS:
-            arrived = tl.interleave(arrived, arrived)
-        total = reduce_words(own, words, world, x.dtype.element_ty, OP, RANKS, PAIRS)
-        finish(
-            total, out, bias, residual, offsets, mask & arrived, columns, tdl.num_ranks(world),
-            OP, HAS_BIAS, HAS_RESIDUAL,
-        )  # fmt: skip
+            peer = (me + hop) % RANKS
+            put_tile(base + me * stride, tile, own, words, flag, peer, world, sound, LANES)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        first = tl.cast(tile, tl.int64) * TILE
+        own = load_packable(x, first, numel, PAIRS, BLOCK)
+        found, come = get_tiles(
+            base, stride, tile, words, flag, world, others(world, RANKS), RANKS, LANES
+        )
+        arrived = per_element(come, PAIRS)
+        for j in tl.static_range(_VALUES):
+            total = reduce_value(own, found, j, world, x.dtype.element_ty, OP, RANKS, PAIRS)
+            at = first + j * BLOCK + tl.arange(0, BLOCK)
+            finish(
+                total, out, bias, residual, at, (at < numel) & arrived, columns,
+                tdl.num_ranks(world), OP, HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
 
 
 class AllReduce(Plan):
@@ -306,18 +317,21 @@ def bind_one_hop(
     ranks, numel = plan.group.size, elements(shape)
     kernel: Any
     special: dict[str, Any] = {}
+    sizes = [numel, max(1, shape[-1] if shape else 1)]
     if config.algorithm == "one_shot":
-        kernel, vectors, slots, kind = one_shot_kernel, padded(numel), 2, dtype
+        kernel, tasks = one_shot_kernel, -(-numel // config.block)
+        sizes.append(padded(numel))
+        slots = plan.workspace("slots", (2 * sizes[-1] * VECTOR,), dtype)
     else:
-        kernel, vectors = low_latency_kernel, padded(-(-numel * dtype.itemsize // 4))
-        slots, kind = 2 * ranks, np.dtype(np.int64)
+        kernel, nbytes, lanes = low_latency_kernel, numel * dtype.itemsize, config.lanes(dtype)
         special = {"PAIRS": dtype.itemsize == 2, "RANKS": ranks}
-    blocks = plan.blocks_for(-(-numel // config.block), config.blocks)
+        tasks = tiles_of(nbytes, lanes)
+        slots = plan.workspace("slots", (2 * ranks * slot_words(nbytes, lanes),), np.int64)
+    blocks = plan.blocks_for(tasks, config.blocks)
     return plan.bind(
-        kernel, blocks, (dtype, out_dtype, dtype, dtype),
-        plan.workspace("slots", (slots * vectors * VECTOR,), kind), plan.channel(blocks),
-        plan.group.handle, numel, max(1, shape[-1] if shape else 1), vectors, **named, **special,
-        BLOCK=config.block, num_warps=config.num_warps,
+        kernel, blocks, (dtype, out_dtype, dtype, dtype), slots, plan.channel(blocks),
+        plan.group.handle, *sizes, **named, **special, BLOCK=config.block,
+        num_warps=config.num_warps,
         enable_fp_fusion=False,  # a contracted product and sum would round once less
     )  # fmt: skip
 
@@ -330,10 +344,10 @@ def choose(
     if algorithm is None:
         algorithm = _cheapest(backend, numel, dtype, travels, ranks)
     if algorithm == "low_latency":
-        return Config(algorithm, low_latency_elements(backend, numel, dtype.itemsize))
+        return Config(algorithm, *low_latency_elements(backend, numel, dtype.itemsize))
     shard = -(-numel // ranks)
     if algorithm == "low_latency_two_shot":
-        return Config(algorithm, low_latency_elements(backend, shard, dtype.itemsize))
+        return Config(algorithm, *low_latency_elements(backend, shard, dtype.itemsize))
     if algorithm == "two_shot":
         return Config(algorithm, *shard_block(backend, shard, dtype.itemsize, ranks))
     return Config(algorithm, block_elements(backend, numel))
@@ -348,9 +362,9 @@ def _cheapest(backend: str, numel: int, dtype: np.dtype, travels: np.dtype, rank
     if 2 * whole <= STAGING_BYTES:  # the slots of one_shot
         sent["one_shot"] = peers * whole
     if takes_low_latency(whole, ranks, (dtype,)):
-        sent["low_latency"] = 2 * peers * whole
+        sent["low_latency"] = packed_bytes(peers * whole)
     if takes_low_latency(whole, ranks, (dtype, travels)):
-        sent["low_latency_two_shot"] = 2 * peers * (whole + results) / ranks
+        sent["low_latency_two_shot"] = packed_bytes(peers * (whole + results) / ranks)
     return cheapest(backend, sent, ranks)
 
 

@@ -3,14 +3,14 @@
 W ranks, S bytes:
 
 low_latency          The root pushes its array to every peer as words of data and flag (see
-                     broadcast_words.py). 2 * (W - 1) * S bytes out of the root, one hop, no
+                     broadcast_words.py). 8/7 * (W - 1) * S bytes out of the root, one hop, no
                      meeting. Two slots used in turn; the peers acknowledge each call, and the root
                      looks at the acknowledgements of two calls ago before it uses a slot again, so
                      it does not wait for them.
 low_latency_scatter  Scatter and all-gather (van de Geijn) with such words: the root pushes a part
-                     to each peer, which passes it on to the others. 2 * S bytes out of the root,
-                     two hops. A peer writes to others what came after the root had seen that they
-                     have left the call before last.
+                     to each peer, which passes it on to the others. 8/7 * S bytes out of the
+                     root, two hops, up to 16 MiB. A peer writes to others what came after the root
+                     had seen that they have left the call before last.
 scatter              The same in rounds, with a signal behind each part of a round: the peers push
                      theirs to each other while the root scatters the next round. So every link
                      carries S bytes once: S / bandwidth and one round to fill the pipeline.
@@ -43,8 +43,8 @@ import numpy as np
 from tdx.kernels.broadcast_rounds import SLOTS, chain_kernel, scatter_kernel
 from tdx.kernels.broadcast_words import low_latency_kernel, low_latency_scatter_kernel
 from tdx.kernels.call import one_line
-from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import Operand, byte_units, elements
+from tdx.kernels.packed import slot_words, tiles_of
 from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.pushing import (
     ALIGNMENT,
@@ -53,10 +53,11 @@ from tdx.kernels.pushing import (
     is_direct,
 )
 from tdx.kernels.select import (
+    LOW_LATENCY_BYTES,
+    SCATTERED_BYTES,
     broadcast_algorithm,
     broadcast_round_bytes,
-    low_latency_words,
-    power_of_two,
+    low_latency_lanes,
     push_block,
     push_tile,
 )
@@ -111,7 +112,8 @@ class Broadcast(Plan):
             check_algorithm("broadcast", algorithm, ALGORITHMS)
             self.algorithm = algorithm or broadcast_algorithm(world.backend, self._nbytes, ranks)
             if self.algorithm in _WORDS:
-                check_low_latency("broadcast", self._nbytes, ranks, algorithm=self.algorithm)
+                most = SCATTERED_BYTES if self.algorithm == _WORDS[1] else LOW_LATENCY_BYTES
+                check_low_latency("broadcast", self._nbytes, ranks, (), self.algorithm, most)
             shared.update(
                 shape=self.shape, dtype=self.dtype, root=self.root, given_algorithm=algorithm,
                 algorithm=self.algorithm,
@@ -126,37 +128,33 @@ class Broadcast(Plan):
             self._out = self.workspace("result", self.shape, self.dtype) if buffer else None
 
     def _build_words(self) -> None:
-        words, ranks = -(-self._nbytes // 4), self.group.size
-        peers = max(1, ranks - 1) if self.algorithm == "low_latency_scatter" else 1
-        part = -(-words // (peers * VECTOR)) * VECTOR  # of a peer
-        self._block = low_latency_words(self.world.backend, part)
-        self._blocks = self.blocks_for(-(-part // self._block))
-        self._part, self._vectors = part, padded(words)
-        self._slots = self.workspace("slots", (2 * self._vectors * VECTOR,), np.int64)
+        ranks, scatters = self.group.size, self.algorithm == _WORDS[1]
+        # parts begin where vectors of 16 bytes do
+        self._part = aligned(-(-self._nbytes // max(1, ranks - 1))) if scatters else self._nbytes
+        self._lanes, self._warps = low_latency_lanes(self.world.backend, self._part)
+        self._blocks = self.blocks_for(tiles_of(self._part, self._lanes))
+        words = 2 * (ranks if scatters else 1) * slot_words(self._part, self._lanes)
+        self._slots = self.workspace("slots", (words,), np.int64)
         self._read = self.workspace("read", (self._blocks * ranks,), np.int32)
         self._channel = self.channel(self._blocks)
         if self._nbytes and ranks > 1:
-            self._words_kernel(math.gcd(8, self._nbytes))
+            self._words_kernel(math.gcd(4, self._nbytes))
 
     def _words_kernel(self, width: int) -> Callable[..., None]:
         kernel = self._kernels.get(width)
         if kernel is None:
-            kind, ranks = np.dtype(f"i{width}"), self.group.size
-            block = self._block // (2 if width == 8 else 1)
+            kind = np.dtype(f"i{width}")
             common = (
                 (kind, kind), self._slots, self._read, self._channel, self.group.handle,
-                self.root, self._nbytes // width, self._vectors,
+                self.root, self._nbytes // width,
             )  # fmt: skip
+            named = {"WIDTH": width, "LANES": self._lanes, "num_warps": self._warps}
             if self.algorithm == "low_latency":
-                kernel = self.bind(
-                    low_latency_kernel, self._blocks, *common, WIDTH=width, BLOCK=block,
-                    num_warps=8,
-                )  # fmt: skip
+                kernel = self.bind(low_latency_kernel, self._blocks, *common, **named)
             else:
                 kernel = self.bind(
-                    low_latency_scatter_kernel, self._blocks, *common,
-                    self._part // (2 if width == 8 else 1), WIDTH=width, BLOCK=block,
-                    RANKS=ranks, SPREAD=power_of_two(ranks - 1), num_warps=8,
+                    low_latency_scatter_kernel, self._blocks, *common, self._part // width,
+                    RANKS=self.group.size, **named,
                 )  # fmt: skip
             self._kernels[width] = kernel
         return kernel
@@ -228,7 +226,7 @@ class Broadcast(Plan):
             if op.address != to.address:
                 self.world.driver.copy(to.address, op.address, self._nbytes, stream, op.owner)
         elif self.algorithm in _WORDS:
-            width = math.gcd(8, self._nbytes, op.address, to.address)
+            width = math.gcd(4, self._nbytes, op.address, to.address)
             self._words_kernel(width)(stream, op, to)
         else:
             alignment = math.gcd(self._alignment, op.address, to.address)

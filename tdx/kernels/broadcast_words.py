@@ -9,107 +9,107 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.copying import VECTOR
-from tdx.kernels.low_latency import load_words, store_words
+from tdx.kernels.packed import VALUES, get_tile, get_tiles, load_tile, put_tile, store_tile
 
 __all__ = ["low_latency_kernel", "low_latency_scatter_kernel"]
 
-_VECTOR = tl.constexpr(VECTOR)
+_VALUES = tl.constexpr(VALUES)
 
 
-@triton.jit(do_not_specialize=["root", "count", "vectors"])
+@triton.jit(do_not_specialize=["root", "count"])
 def low_latency_kernel(
-    x, out, slots, read, channel, world, root, count, vectors,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    x, out, slots, read, channel, world, root, count, WIDTH: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """The root pushes `count` elements of WIDTH bytes to everybody; the others store what arrives.
 
     Block b acknowledges in the root's words `read`, one for each block and rank.
     """
-    PIECES: tl.constexpr = 4 // WIDTH if WIDTH < 4 else 1
-    KIND: tl.constexpr = tl.int64 if WIDTH == 8 else tl.int32
-    SPAN: tl.constexpr = 2 if WIDTH == 8 else 1
+    PIECES: tl.constexpr = 4 // WIDTH
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
-    slot = slots + (flag & 1).to(tl.int64) * vectors * _VECTOR
+    words = tl.cdiv(count, PIECES)
+    tiles = tl.cdiv(words, LANES * _VALUES)
+    slot = slots + (flag & 1).to(tl.int64) * tiles * (4 * LANES)
     read += tl.program_id(0) * ranks
-    values = (count + PIECES - 1) // PIECES
     if me == root:
         sound = sound & tdl.wait_all(read, ranks, world, flag - 2)
-    for start in range(tl.program_id(0) * BLOCK, values, tl.num_programs(0) * BLOCK):
-        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        mask = at < values
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         if me == root:
-            words = load_words(x, at, count, mask, PIECES)
+            values = load_tile(x, tile, count, PIECES, LANES)
             for hop in range(1, ranks):
-                peer = (me + hop) % ranks
-                tdl.store_ll(slot + at * SPAN, words, flag, peer, world, mask & sound)
-            store_words(out, at, words, count, mask, PIECES)
+                put_tile(slot, tile, values, words, flag, (me + hop) % ranks, world, sound, LANES)
+            store_tile(out, tile, values, 0, count, True, PIECES, LANES)
         else:
-            words, there = tdl.load_ll(slot + at * SPAN, flag, world, mask, root, KIND, False)
-            store_words(out, at, words, count, mask & there, PIECES)
+            values, there = get_tile(slot, tile, words, flag, world, root, LANES)
+            store_tile(out, tile, values, 0, count, there, PIECES, LANES)
     tdl.notify(read + me, root, world, flag)
 
 
-@triton.jit(do_not_specialize=["root", "count", "vectors", "part"])
+@triton.jit(do_not_specialize=["root", "count", "part"])
 def low_latency_scatter_kernel(
-    x, out, slots, read, channel, world, root, count, vectors, part,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, SPREAD: tl.constexpr,
+    x, out, slots, read, channel, world, root, count, part,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """The root pushes `part` values, of 4 bytes or more, to each peer, which passes them on.
+    """The root pushes a part of `part` elements to each peer, which passes it on to the others.
 
-    SPREAD is a power of two of at least RANKS - 1. Block b has the same places of all parts on all
-    ranks, and acknowledges as in low_latency_kernel.
+    Block b has the same tiles of all parts on all ranks, and acknowledges as in low_latency_kernel.
     """
-    PIECES: tl.constexpr = 4 // WIDTH if WIDTH < 4 else 1
-    KIND: tl.constexpr = tl.int64 if WIDTH == 8 else tl.int32
-    SPAN: tl.constexpr = 2 if WIDTH == 8 else 1
+    PIECES: tl.constexpr = 4 // WIDTH
     me = tdl.rank(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
-    slot = slots + (flag & 1).to(tl.int64) * vectors * _VECTOR
+    tiles = tl.cdiv(part // PIECES, LANES * _VALUES)
+    stride = tl.cast(tiles, tl.int64) * (4 * LANES)  # from one part to the next, a rank each
+    slots += (flag & 1).to(tl.int64) * RANKS * stride
     read += tl.program_id(0) * RANKS
-    values = (count + PIECES - 1) // PIECES
-    mine = (me - root + RANKS) % RANKS - 1
-    first = tl.program_id(0) * BLOCK
-    step = tl.num_programs(0) * BLOCK
+    first = tl.program_id(0)
+    step = tl.num_programs(0)
     if me == root:
         sound = sound & tdl.wait_all(read, RANKS, world, flag - 2)
-        for start in range(first, part, step):
-            within = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+        for tile in range(first, tiles, step):
             sent = ()  # all loads before the first store, which nothing can be moved across
             for hop in tl.static_range(1, RANKS):
-                at = (hop - 1) * part + within
-                mask = (within < part) & (at < values)
-                sent = sent + (load_words(x, at, count, mask, PIECES),)  # noqa: RUF005
+                begin, size = _part((me + hop) % RANKS, root, RANKS, part, count)
+                sent = sent + (load_tile(x + begin, tile, size, PIECES, LANES),)  # noqa: RUF005
             for hop in tl.static_range(1, RANKS):
-                at = (hop - 1) * part + within
-                mask = (within < part) & (at < values)
                 peer = (me + hop) % RANKS
-                tdl.store_ll(slot + at * SPAN, sent[hop - 1], flag, peer, world, mask & sound)
-                store_words(out, at, sent[hop - 1], count, mask, PIECES)
+                begin, size = _part(peer, root, RANKS, part, count)
+                to = slots + peer * stride
+                words = tl.cdiv(size, PIECES)
+                put_tile(to, tile, sent[hop - 1], words, flag, peer, world, sound, LANES)
+                store_tile(out + begin, tile, sent[hop - 1], 0, size, True, PIECES, LANES)
     else:
-        for start in range(first, part, step):
-            within = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-            at = mine * part + within
-            mask = (within < part) & (at < values)
-            words, there = tdl.load_ll(slot + at * SPAN, flag, world, mask, root, KIND, False)
+        begin, size = _part(me, root, RANKS, part, count)
+        words = tl.cdiv(size, PIECES)
+        mine = slots + me * stride
+        for tile in range(first, tiles, step):
+            values, there = get_tile(mine, tile, words, flag, world, root, LANES)
             for hop in tl.static_range(1, RANKS):
                 peer = (me + hop) % RANKS
-                passed = mask & there & (peer != root)
-                tdl.store_ll(slot + at * SPAN, words, flag, peer, world, passed)
-            store_words(out, at, words, count, mask & there, PIECES)
-        for start in range(first, part, step):
-            for piece in tl.static_range(SPREAD):  # words of all parts in flight at once
-                lane = tl.arange(0, BLOCK)
-                whose = lane // (BLOCK // SPREAD)
-                within = tl.cast(start, tl.int64) + piece * (BLOCK // SPREAD)
-                within += lane % (BLOCK // SPREAD)
-                at = whose * part + within
-                mask = (whose < RANKS - 1) & (whose != mine) & (within < part) & (at < values)
-                peer = (root + 1 + whose) % RANKS
-                words, there = tdl.load_ll(slot + at * SPAN, flag, world, mask, peer, KIND, False)
-                store_words(out, at, words, count, mask & there, PIECES)
+                passed = there & (peer != root)
+                put_tile(mine, tile, values, words, flag, peer, world, passed, LANES)
+            store_tile(out + begin, tile, values, 0, size, there, PIECES, LANES)
+        for tile in range(first, tiles, step):
+            lanes = tl.cast(tile, tl.int64) * (LANES * _VALUES) + tl.arange(0, LANES)
+            whose = tl.zeros((LANES,), tl.int32)
+            for peer in tl.static_range(RANKS):
+                begin, size = _part(peer, root, RANKS, part, count)
+                sends = (me != peer) & (root != peer) & (lanes < tl.cdiv(size, PIECES))
+                whose |= tl.where(sends, 1 << peer, 0)
+            found, there = get_tiles(
+                slots, stride, tile, part // PIECES, flag, world, whose, RANKS, LANES
+            )
+            for peer in tl.static_range(RANKS):
+                begin, size = _part(peer, root, RANKS, part, count)
+                come = there & ((whose >> peer) & 1 != 0)
+                store_tile(out + begin, tile, found, peer * _VALUES, size, come, PIECES, LANES)
     tdl.notify(read + me, root, world, flag)
+
+
+@triton.jit
+def _part(rank, root, ranks, part, count):
+    """(begin, elements) of the part that a peer passes on."""
+    begin = tl.minimum(((rank + ranks - root) % ranks - 1) * tl.cast(part, tl.int64), count)
+    return begin, tl.minimum(part, count - begin)

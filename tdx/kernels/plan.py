@@ -359,10 +359,10 @@ def check_algorithm(operation: str, algorithm: Any, known: Sequence[str]) -> Non
 
 def check_low_latency(
     operation: str, nbytes: int, ranks: int, kinds: tuple[np.dtype, ...] = (),
-    algorithm: str = "low_latency",
+    algorithm: str = "low_latency", most: int = LOW_LATENCY_BYTES,
 ) -> None:  # fmt: skip
     """Raise unless `takes_low_latency`."""
-    if takes_low_latency(nbytes, ranks, kinds):
+    if takes_low_latency(nbytes, ranks, kinds, most):
         return
     for kind in kinds:
         if kind.itemsize not in (2, 4):
@@ -371,7 +371,7 @@ def check_low_latency(
                 "algorithm"
             )
     raise InvalidArgument(
-        f"{operation}: {algorithm} takes up to {LOW_LATENCY_BYTES} bytes and {LOW_LATENCY_RANKS} "
+        f"{operation}: {algorithm} takes up to {most} bytes and {LOW_LATENCY_RANKS} "
         f"ranks, not {nbytes} bytes on {ranks} ranks; use another algorithm"
     )
 

@@ -28,7 +28,13 @@ from tdx.kernels.plan import Plan, check_low_latency, plain_shape
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig, check_types
-from tdx.kernels.select import cheapest, low_latency_elements, shard_block, takes_low_latency
+from tdx.kernels.select import (
+    cheapest,
+    low_latency_elements,
+    packed_bytes,
+    shard_block,
+    takes_low_latency,
+)
 from tdx.kernels.two_shot import bind_two_shot
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
@@ -132,10 +138,10 @@ class Reduce(Plan):
             results = self._numel * self.out_dtype.itemsize
             sent = {"two_shot": (ranks - 1) * (nbytes + results) / ranks}
             if takes_low_latency(nbytes, ranks, (self.dtype,)):
-                sent["low_latency"] = 2 * (ranks - 1) * nbytes
+                sent["low_latency"] = packed_bytes((ranks - 1) * nbytes)
             algorithm = cheapest(backend, sent, ranks)
         if algorithm == "low_latency":
-            return Config(algorithm, low_latency_elements(backend, self._numel, size))
+            return Config(algorithm, *low_latency_elements(backend, self._numel, size))
         return Config(algorithm, *shard_block(backend, -(-self._numel // ranks), size, ranks))
 
     def __call__(self, x: Any, out: Any = None, stream: Any = None) -> Any:

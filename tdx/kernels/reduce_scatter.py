@@ -5,7 +5,7 @@ W ranks, S bytes each:
 push         Each rank pushes part p to rank p, which reduces what it got, step by step. One hop,
              (W - 1) / W * S bytes out and one signal per block and step; see shards.py for the
              order of pushes and for the slots.
-low_latency  Each rank pushes part p to rank p as words of data and flag (see all_reduce.py): twice
+low_latency  Each rank pushes part p to rank p as words of data and flag (see all_reduce.py): 8/7 of
              the bytes, one hop and no signals. Two slots in turn: a rank can be in call n + 2 only
              after every other has read its words of call n, because each call waits for all. Up to
              16 ranks, types of 2 and 4 bytes, 4 MiB.
@@ -29,8 +29,9 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.call import one_line
-from tdx.kernels.copying import VECTOR, padded
+from tdx.kernels.copying import VECTOR
 from tdx.kernels.operand import Operand, elements
+from tdx.kernels.packed import VALUES, slot_words, tiles_of
 from tdx.kernels.plan import Plan, check_low_latency, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
@@ -38,16 +39,22 @@ from tdx.kernels.reduction import (
     check_types,
     finish,
 )
-from tdx.kernels.select import cheapest, low_latency_elements, shard_block, takes_low_latency
+from tdx.kernels.select import (
+    cheapest,
+    low_latency_elements,
+    packed_bytes,
+    shard_block,
+    takes_low_latency,
+)
 from tdx.kernels.shards import (
     Steps,
     fewest_steps,
     notify_ranks,
     part_length,
+    push_packed,
     push_step,
-    push_words,
+    sum_of_packed,
     sum_of_ranks,
-    sum_of_words,
 )
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
@@ -57,6 +64,7 @@ from tdx.runtime.world import World
 __all__ = ["Config", "ReduceScatter", "reduce_scatter"]
 
 _VECTOR = tl.constexpr(VECTOR)
+_VALUES = tl.constexpr(VALUES)
 _LEAST_STEPS = 4  # of large arrays: nothing hides the sums of the last step
 
 
@@ -120,34 +128,35 @@ def push_kernel(
                     _reduce_at(own, slot, size, to, at, at < count, world, OP, RANKS)
 
 
-@triton.jit(do_not_specialize=["units", "slot_vectors"])
+@triton.jit(do_not_specialize=["units"])
 def low_latency_kernel(
-    x, out, words, channel, world, units, slot_vectors,
+    x, out, words, channel, world, units,
     OP: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push the others' parts as words with flags, and reduce what arrives.
 
-    For each parity of the epoch `words` holds VECTOR * slot_vectors words of every rank.
+    For each parity of the epoch `words` holds a place for every rank's tiles: see packed.py.
     """
+    TILE: tl.constexpr = BLOCK * _VALUES
     shard = tl.cast(units, tl.int64) * UNIT
-    stride = tl.cast(slot_vectors, tl.int64) * _VECTOR
+    tiles = tl.cdiv(shard, TILE)
+    stride = tiles * (4 * BLOCK // (2 if PAIRS else 1))
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
-    slot = words + (flag & 1) * RANKS * stride
-    first = tl.program_id(0) * BLOCK
-    step = tl.num_programs(0) * BLOCK
-    for start in range(first, shard, step):
-        push_words(
-            x, slot, stride, flag, world, RANKS * shard, shard, start, sound, RANKS, PAIRS, BLOCK
+    slots = words + (flag & 1) * RANKS * stride
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        push_packed(
+            x, slots, stride, flag, world, RANKS * shard, shard, tile, sound, RANKS, PAIRS, BLOCK
         )
-    for start in range(first, shard, step):
-        total, arrived = sum_of_words(
-            x, slot, stride, flag, world, RANKS * shard, shard, start, OP, RANKS, PAIRS, BLOCK
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        totals, arrived = sum_of_packed(
+            x, slots, stride, flag, world, RANKS * shard, shard, tile, OP, RANKS, PAIRS, BLOCK
         )
-        at = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        mask = arrived & (at < shard)
-        finish(total, out, out, out, at, mask, 1, tdl.num_ranks(world), OP, False, False)
+        for j in tl.static_range(_VALUES):
+            at = tl.cast(tile, tl.int64) * TILE + j * BLOCK + tl.arange(0, BLOCK)
+            mask = arrived & (at < shard)
+            finish(totals[j], out, out, out, at, mask, 1, tdl.num_ranks(world), OP, False, False)
 
 
 class ReduceScatter(Plan):
@@ -225,10 +234,10 @@ class ReduceScatter(Plan):
         if algorithm is None:
             sent = {"push": (ranks - 1) * self._shard * size}
             if takes_low_latency(self._shard * size * ranks, ranks, (self.dtype,)):
-                sent["low_latency"] = 2 * sent["push"]
+                sent["low_latency"] = packed_bytes(sent["push"])
             algorithm = cheapest(backend, sent, ranks)
         if algorithm == "low_latency":
-            return Config(algorithm, low_latency_elements(backend, self._shard, size))
+            return Config(algorithm, *low_latency_elements(backend, self._shard, size))
         block, warps = shard_block(backend, self._shard, size, ranks, passes_on=False)
         if backend != "host" and math.gcd(VECTOR, self._shard) * size < 16:
             block = min(block, 4 << 10)  # elements are loaded one by one, each to its register
@@ -244,11 +253,11 @@ class ReduceScatter(Plan):
         kinds, world = (self.dtype, self.out_dtype), self.group.handle
         units = self._shard // unit
         if config.algorithm == "low_latency":
-            blocks = self.blocks_for(-(-self._shard // config.block), config.blocks)
-            slot = padded(-(-self._shard * size // 4))
-            words = self.workspace("words", (2 * ranks * slot * VECTOR,), np.int64)
+            nbytes, lanes = self._shard * size, config.lanes(self.dtype)
+            blocks = self.blocks_for(tiles_of(nbytes, lanes), config.blocks)
+            words = self.workspace("words", (2 * ranks * slot_words(nbytes, lanes),), np.int64)
             return self.bind(
-                low_latency_kernel, blocks, kinds, words, self.channel(blocks), world, units, slot,
+                low_latency_kernel, blocks, kinds, words, self.channel(blocks), world, units,
                 PAIRS=size == 2, **named,
             )  # fmt: skip
         slot_bytes = ranks * self._shard * size

@@ -47,7 +47,8 @@ class ReductionConfig:
     ----------
     algorithm : str
     block : int
-        Elements a block handles at a time, a power of two >= 2.
+        Elements a block handles at a time, a power of two >= 2; where data and flag share words,
+        of each of the 7 values in a lane (see packed.py).
     num_warps : int
         Warps of a block, a power of two.
     blocks : int, optional
@@ -79,6 +80,10 @@ class ReductionConfig:
                 f"{operation}: algorithm={algorithm!r} beside a config of "
                 f"{config.algorithm!r}; pass one of them"
             )
+
+    def lanes(self, dtype: np.dtype) -> int:
+        """Lanes of a tile of words with flags, of elements of `dtype`: see packed.py."""
+        return self.block * dtype.itemsize // 4
 
     def __post_init__(self) -> None:
         if self.algorithm not in self.algorithms:

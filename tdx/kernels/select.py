@@ -10,15 +10,16 @@ import numpy as np
 
 __all__ = [
     "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "PIECE_BYTES",
-    "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
+    "SCATTERED_BYTES", "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
     "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants",
     "engines_us", "follows", "gather_algorithm", "gather_chunks", "low_latency_elements",
-    "low_latency_words", "movement_algorithm", "power_of_two", "push_block", "push_tile",
-    "row_block", "shard_block", "shared_bytes", "takes_low_latency",
+    "low_latency_lanes", "movement_algorithm", "packed_bytes", "power_of_two", "push_block",
+    "push_tile", "row_block", "shard_block", "shared_bytes", "takes_low_latency",
 ]  # fmt: skip
 
-# what words of data and flag are for; of all ranks' blocks slots take 4 * W times the bytes
+# what words of data and flag are for; of all ranks' blocks slots take 16 / 7 * W times the bytes
 LOW_LATENCY_BYTES, LOW_LATENCY_RANKS = 4 << 20, 16
+SCATTERED_BYTES = 16 << 20  # of a root's array whose parts peers pass on as such words
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Constants:
 
     Attributes
     ----------
-    low_latency_bytes_per_block : int
-        What a block handles at a time where data and flag share words.
+    low_latency_lanes : tuple[int, int]
+        Fewest and most lanes, of 28 bytes, that a block handles at a time where data and flag share
+        words: powers of two. On GPUs a lane is a thread.
     block_elements : tuple[int, int]
         Fewest and most elements a block of an elementwise kernel handles at a time.
     blocks : int
@@ -65,7 +67,7 @@ class Constants:
         Bytes of a rank's rows of a product from which copy engines move what is to be summed.
     """
 
-    low_latency_bytes_per_block: int
+    low_latency_lanes: tuple[int, int]
     block_elements: tuple[int, int]
     blocks: int
     tile: tuple[int, int, int]
@@ -90,7 +92,7 @@ _NEVER = 1 << 62
 # of bfloat16 with 128 rows and a depth of 64 on an H200, all multiprocessors busy
 _TILE_TIMES = {256: 1.0, 128: 0.54, 64: 0.43}
 _CUDA = Constants(
-    low_latency_bytes_per_block=1 << 10, block_elements=(1024, 4096), blocks=128,
+    low_latency_lanes=(32, 128), block_elements=(1024, 4096), blocks=128,
     tile=(128, 128, 128), described_columns=256, tile_times=_TILE_TIMES, tile_us=5.5, stages=6,
     matmul_blocks=1 << 10, push_blocks=16, chunks_per_rank=8, engine_bytes=2 << 20, engine_us=12,
     link_bytes_per_us=350e3, unfused=((128, _NEVER), (256, 12 << 20)), scattered_rows=1 << 10,
@@ -99,7 +101,7 @@ _CUDA = Constants(
 CONSTANTS: dict[str, Constants] = {
     # the host tier pays for every interpreted operation, not for bytes: few, large blocks
     "host": Constants(
-        low_latency_bytes_per_block=1 << 19, block_elements=(256, 1 << 17), blocks=1,
+        low_latency_lanes=(8, 1 << 14), block_elements=(256, 1 << 17), blocks=1,
         tile=(256, 256, 1024), described_columns=256, tile_times={}, tile_us=0, stages=1,
         matmul_blocks=2, push_blocks=1, chunks_per_rank=1, engine_bytes=_NEVER, engine_us=0,
         link_bytes_per_us=1, unfused=(), scattered_rows=1 << 20, gathered_rows=1 << 20,
@@ -179,7 +181,7 @@ class Movement:
     Attributes
     ----------
     low_latency_bytes : int
-        Most bytes of a rank that are sent as words of data and flag (twice as many).
+        Most bytes of a rank that are sent as words of data and flag.
     gather : str
         All-gather algorithm of larger sizes.
     copy_engine_bytes : int
@@ -213,7 +215,7 @@ class Movement:
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
 _MOVED = Movement(
-    3 << 19, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (2 << 20, 128 << 10, 1 << 20), 64 << 20
+    3 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (4 << 20, 128 << 10, 16 << 20), 64 << 20
 )
 MOVEMENT: dict[str, Movement] = {
     "host": Movement(
@@ -237,19 +239,34 @@ def block_elements(backend: str, numel: int) -> int:
     return min(most, max(fewest, power_of_two(-(-numel // limits.blocks))))
 
 
-def takes_low_latency(nbytes: int, ranks: int, kinds: tuple[np.dtype, ...] = ()) -> bool:
+def takes_low_latency(
+    nbytes: int, ranks: int, kinds: tuple[np.dtype, ...] = (), most: int = LOW_LATENCY_BYTES
+) -> bool:
     """Whether words of data and flag take so many bytes of a rank, or of a block for one.
 
     `kinds`: the types that travel and are computed with, if any are.
     """
-    small = nbytes <= LOW_LATENCY_BYTES and ranks <= LOW_LATENCY_RANKS
+    small = nbytes <= most and ranks <= LOW_LATENCY_RANKS
     return small and all(kind.itemsize in (2, 4) for kind in kinds)
 
 
-def low_latency_elements(backend: str, numel: int, itemsize: int) -> int:
-    """The same for data-and-flag words: on GPUs a word for each thread."""
-    most = constants(backend).low_latency_bytes_per_block // itemsize
-    return min(most, block_elements(backend, numel))
+def packed_bytes(nbytes: float) -> float:
+    """Bytes on the wire of data that travels as packed words of data and flag."""
+    return nbytes * 8 / 7
+
+
+def low_latency_lanes(backend: str, nbytes: int) -> tuple[int, int]:
+    """Lanes of a tile of packed words, and warps of a block, for `nbytes` of each rank."""
+    limits = constants(backend)
+    fewest, most = limits.low_latency_lanes
+    lanes = min(most, max(fewest, power_of_two(-(-nbytes // (28 * limits.blocks)))))
+    return lanes, min(MOST_WARPS, max(1, lanes // (64 if backend == "hip" else 32)))
+
+
+def low_latency_elements(backend: str, numel: int, itemsize: int) -> tuple[int, int]:
+    """The same for a reduction: elements of a block of such words, and its warps."""
+    lanes, warps = low_latency_lanes(backend, numel * itemsize)
+    return lanes * (4 // itemsize), warps
 
 
 def shard_block(
@@ -302,11 +319,6 @@ def block_bytes(backend: str, nbytes: int) -> int:
     return 8 * block_elements(backend, -(-nbytes // 8))
 
 
-def low_latency_words(backend: str, words: int) -> int:
-    """The same for movement by data-and-flag words, in words of 4 bytes of data."""
-    return min(constants(backend).low_latency_bytes_per_block // 2, block_elements(backend, words))
-
-
 def push_block(backend: str, nbytes: int) -> tuple[int, int]:
     """Bytes a block of a kernel that pushes `nbytes` to a peer handles at a time, and its warps."""
     for most, block, warps in MOVEMENT[backend].push_shapes:
@@ -334,9 +346,11 @@ def movement_algorithm(backend: str, nbytes: int, ranks: int, large: str) -> str
 def broadcast_algorithm(backend: str, nbytes: int, ranks: int) -> str:
     """How `nbytes` of a root are sent to all."""
     two, each, parts = MOVEMENT[backend].words_broadcast
-    if not takes_low_latency(nbytes, ranks) or nbytes > (two if ranks <= 2 else parts):
-        return "chain" if ranks <= 2 or nbytes > MOVEMENT[backend].scatter_bytes else "scatter"
-    return "low_latency" if ranks <= 2 or nbytes <= each else "low_latency_scatter"
+    once = ranks <= 2 or nbytes <= each
+    most = LOW_LATENCY_BYTES if once else SCATTERED_BYTES
+    if takes_low_latency(nbytes, ranks, most=most) and nbytes <= (two if ranks <= 2 else parts):
+        return "low_latency" if once else "low_latency_scatter"
+    return "chain" if ranks <= 2 or nbytes > MOVEMENT[backend].scatter_bytes else "scatter"
 
 
 def gather_algorithm(backend: str, nbytes: int, ranks: int, own_buffer: bool) -> str:

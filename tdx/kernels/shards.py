@@ -22,7 +22,16 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx import abi
 from tdx.kernels.copying import VECTOR, copy_share, padded
-from tdx.kernels.reduction import combine, reduce_words, to_words, widen
+from tdx.kernels.packed import (
+    VALUES,
+    get_tiles,
+    load_packable,
+    others,
+    per_element,
+    put_tile,
+    reduce_value,
+)
+from tdx.kernels.reduction import combine, widen
 from tdx.kernels.select import STAGING_BYTES, STEPS_BYTES
 from tdx.language.address import masked_peers
 
@@ -31,13 +40,14 @@ __all__ = [
     "fewest_steps",
     "notify_ranks",
     "part_length",
+    "push_packed",
     "push_step",
-    "push_words",
+    "sum_of_packed",
     "sum_of_ranks",
-    "sum_of_words",
 ]
 
 _LANES = tl.constexpr(abi.MAX_RANKS)
+_VALUES = tl.constexpr(VALUES)
 
 
 @dataclass(frozen=True)
@@ -133,41 +143,48 @@ def sum_of_ranks(own, slot, size, at, mask, world, OP: tl.constexpr, RANKS: tl.c
 
 
 @triton.jit
-def push_words(
-    x, slot, stride, flag, world, numel, shard, start, when,
+def push_packed(
+    x, slots, stride, flag, world, numel, shard, tile, when,
     RANKS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push BLOCK elements from `start` on of every other rank's shard as words with flags.
+    """Push a tile of every other rank's shard as words with flags (see packed.py).
 
-    They go to this rank's place in `slot`, which has `stride` words for each rank; nothing does
+    They go to this rank's place in `slots`, which has `stride` words for each rank; nothing does
     unless `when`.
     """
+    PER_WORD: tl.constexpr = 2 if PAIRS else 1
     me = tdl.rank(world)
+    words = tl.cdiv(shard, PER_WORD)
     for hop in tl.static_range(1, RANKS):
         peer = (me + hop) % RANKS
-        words, at = _words_of(x, peer, numel, shard, start, PAIRS, BLOCK)
-        tdl.store_ll(slot + me * stride + at, words, flag, peer, world, (at < stride) & when)
+        values = _tile_of(x, peer, numel, shard, tile, PAIRS, BLOCK)
+        put_tile(
+            slots + me * stride, tile, values, words, flag, peer, world, when, BLOCK // PER_WORD
+        )
 
 
 @triton.jit
-def sum_of_words(
-    x, slot, stride, flag, world, numel, shard, start,
+def sum_of_packed(
+    x, slots, stride, flag, world, numel, shard, tile,
     OP: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements from `start` on of the own shard, reduced, and which of them are there."""
-    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
-    own, at = _words_of(x, tdl.rank(world), numel, shard, start, PAIRS, BLOCK)
-    words, arrived = tdl.load_ll_all(slot + at, stride, flag, world, RANKS, at < stride, KIND)
-    if PAIRS:
-        arrived = tl.interleave(arrived, arrived)
-    return reduce_words(own, words, world, x.dtype.element_ty, OP, RANKS, PAIRS), arrived
+    """A tile of the own shard, reduced: its VALUES blocks, and which elements of each are there."""
+    PER_WORD: tl.constexpr = 2 if PAIRS else 1
+    own = _tile_of(x, tdl.rank(world), numel, shard, tile, PAIRS, BLOCK)
+    found, come = get_tiles(
+        slots, stride, tile, tl.cdiv(shard, PER_WORD), flag, world, others(world, RANKS), RANKS,
+        BLOCK // PER_WORD,
+    )  # fmt: skip
+    totals = ()
+    for j in tl.static_range(_VALUES):
+        total = reduce_value(own, found, j, world, x.dtype.element_ty, OP, RANKS, PAIRS)
+        totals = totals + (total,)  # noqa: RUF005 - Triton has no star
+    return totals, per_element(come, PAIRS)
 
 
 @triton.jit
-def _words_of(x, rank, numel, shard, start, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
-    """The elements from `start` on of `rank`'s shard as words, and the numbers of the words."""
-    PER_WORD: tl.constexpr = 2 if PAIRS else 1
-    offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-    place = rank * shard + offsets
-    words = to_words(tl.load(x + place, mask=(offsets < shard) & (place < numel), other=0), PAIRS)
-    return words, tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
+def _tile_of(x, rank, numel, shard, tile, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of `rank`'s shard as words."""
+    begin = rank * shard
+    first = begin + tl.cast(tile, tl.int64) * (BLOCK * _VALUES)
+    return load_packable(x, first, tl.minimum(begin + shard, numel), PAIRS, BLOCK)

@@ -7,7 +7,7 @@ two_shot              Reduce-scatter and all-gather in one kernel, by pushes onl
                       the root alone. (W - 1) / W * (S + R) bytes out, two hops and two signals per
                       block and step; see shards.py for the order of pushes and for the slots.
 low_latency_two_shot  The same in words that hold data and flag (see all_reduce.py): no signals,
-                      twice the bytes.
+                      8/7 of the bytes.
 
 The wire carries results in the output's type, rounded once. With a bias or residual, which each
 rank adds for itself, they travel in the accumulator's type and are rounded at their destination.
@@ -38,16 +38,17 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import elements
+from tdx.kernels.packed import VALUES, get_tiles, others, per_element, put_tile, tiles_of
 from tdx.kernels.plan import Plan
 from tdx.kernels.reduction import ReductionConfig, finish, from_words, mean, to_words, widen
 from tdx.kernels.shards import (
     Steps,
     notify_ranks,
     part_length,
+    push_packed,
     push_step,
-    push_words,
+    sum_of_packed,
     sum_of_ranks,
-    sum_of_words,
 )
 from tdx.language.signal import program_barrier
 from tdx.runtime import dtypes
@@ -58,6 +59,7 @@ __all__ = ["Run", "bind_low_latency_two_shot", "bind_two_shot"]
 Run = Callable[..., None]  # run(stream, x, out, bias, residual)
 
 _VECTOR = tl.constexpr(VECTOR)
+_VALUES = tl.constexpr(VALUES)
 _SIZES = ["numel", "columns", "shard_vectors", "step_vectors", "steps", "root"]
 
 
@@ -254,63 +256,81 @@ def low_latency_two_shot_kernel(
 ):  # fmt: skip
     """Push the others' shards as words, reduce the own one, push the results as words.
 
-    For each parity of the epoch `words` holds a place for every rank's part of the own shard, then
-    one for every rank's results. The pairs say whether two elements share a word.
+    For each parity of the epoch `words` holds a place for every rank's tiles of the own shard, then
+    one for those of every rank's results: see packed.py. The pairs say whether two elements share
+    a word.
     """
-    PER_WORD: tl.constexpr = 2 if RESULT_PAIRS else 1
+    PER_RESULT: tl.constexpr = 2 if RESULT_PAIRS else 1
+    LANES: tl.constexpr = BLOCK // PER_RESULT
+    TILE: tl.constexpr = BLOCK * _VALUES
     WIDE: tl.constexpr = HAS_BIAS or HAS_RESIDUAL
     RESULT: tl.constexpr = tl.float32 if WIDE else out.dtype.element_ty
     KIND: tl.constexpr = tl.int32 if RESULT_PAIRS else RESULT
     me = tdl.rank(world)
     shard = tl.cast(shard_vectors, tl.int64) * _VECTOR
-    in_words = shard // 2 if PAIRS else shard
-    out_words = shard // PER_WORD
+    tiles = tl.cdiv(shard, TILE)
+    stride = tiles * (4 * BLOCK // (2 if PAIRS else 1))
+    result_stride = tiles * (4 * LANES)
+    result_words = shard // PER_RESULT
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
-    parts = words + (flag & 1) * RANKS * (in_words + out_words)
-    results = parts + RANKS * in_words
-    first = tl.program_id(0) * BLOCK
-    step = tl.num_programs(0) * BLOCK
-    for start in range(first, shard, step):
-        push_words(x, parts, in_words, flag, world, numel, shard, start, sound, RANKS, PAIRS, BLOCK)
-    for start in range(first, shard, step):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
-        total, arrived = sum_of_words(
-            x, parts, in_words, flag, world, numel, shard, start, OP, RANKS, PAIRS, BLOCK
+    parts = words + (flag & 1) * RANKS * (stride + result_stride)
+    results = parts + RANKS * stride
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        push_packed(x, parts, stride, flag, world, numel, shard, tile, sound, RANKS, PAIRS, BLOCK)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        totals, arrived = sum_of_packed(
+            x, parts, stride, flag, world, numel, shard, tile, OP, RANKS, PAIRS, BLOCK
         )
-        total = mean(total, tdl.num_ranks(world), OP)
-        value = to_words(total.to(RESULT), RESULT_PAIRS)
+        values = ()
+        for j in tl.static_range(_VALUES):
+            total = mean(totals[j], tdl.num_ranks(world), OP)
+            value = to_words(total.to(RESULT), RESULT_PAIRS).to(tl.int32, bitcast=True)
+            values = values + (value,)  # noqa: RUF005 - Triton has no star
+        sent = arrived & sound
         if RESULT_PAIRS:
-            low, high = tl.split(tl.reshape(arrived, (BLOCK // 2, 2)))
-            sent = low & high & sound
-        else:
-            sent = arrived & sound
+            low, high = tl.split(tl.reshape(sent, (LANES, 2)))
+            sent = low & high
         for hop in tl.static_range(1, RANKS):
-            to = results + me * out_words + at
-            tdl.store_ll(to, value, flag, (me + hop) % RANKS, world, sent & (at < out_words))
-        place = me * shard + offsets
-        mask = arrived & (offsets < shard) & (place < numel)
-        finish(
-            total, out, bias, residual, place, mask, columns, tdl.num_ranks(world),
-            "sum", HAS_BIAS, HAS_RESIDUAL,
-        )  # fmt: skip
-    for start in range(first, shard, step):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, BLOCK // PER_WORD)
-        found, arrived = tdl.load_ll_all(
-            results + at, out_words, flag, world, RANKS, at < out_words, KIND
-        )
-        if RESULT_PAIRS:
-            arrived = tl.interleave(arrived, arrived)
-        for peer in tl.static_range(RANKS):
-            total = widen(from_words(found[peer], RESULT, RESULT_PAIRS))
-            place = tl.cast(peer, tl.int64) * shard + offsets
-            mask = arrived & (offsets < shard) & (place < numel) & (me != peer)
-            finish(
-                total, out, bias, residual, place, mask, columns, tdl.num_ranks(world),
-                "sum", HAS_BIAS, HAS_RESIDUAL,
+            put_tile(
+                results + me * result_stride, tile, values, result_words, flag,
+                (me + hop) % RANKS, world, sent, LANES,
             )  # fmt: skip
+        for j in tl.static_range(_VALUES):
+            total = mean(totals[j], tdl.num_ranks(world), OP)
+            _finish_tile(
+                total, out, bias, residual, me, numel, columns, shard, tile, j, arrived, world,
+                HAS_BIAS, HAS_RESIDUAL, BLOCK,
+            )  # fmt: skip
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        found, come = get_tiles(
+            results, result_stride, tile, result_words, flag, world, others(world, RANKS), RANKS,
+            LANES,
+        )  # fmt: skip
+        arrived = per_element(come, RESULT_PAIRS)
+        for peer in tl.static_range(RANKS):
+            for j in tl.static_range(_VALUES):
+                value = found[peer * _VALUES + j].to(KIND, bitcast=True)
+                total = widen(from_words(value, RESULT, RESULT_PAIRS))
+                _finish_tile(
+                    total, out, bias, residual, peer, numel, columns, shard, tile, j,
+                    arrived & (me != peer), world, HAS_BIAS, HAS_RESIDUAL, BLOCK,
+                )  # fmt: skip
+
+
+@triton.jit
+def _finish_tile(
+    total, out, bias, residual, peer, numel, columns, shard, tile, j: tl.constexpr, arrived, world,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store value j of a tile of `peer`'s shard."""
+    offsets = tl.cast(tile, tl.int64) * (BLOCK * _VALUES) + j * BLOCK + tl.arange(0, BLOCK)
+    place = tl.cast(peer, tl.int64) * shard + offsets
+    mask = arrived & (offsets < shard) & (place < numel)
+    finish(
+        total, out, bias, residual, place, mask, columns, tdl.num_ranks(world),
+        "sum", HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
 
 
 def bind_two_shot(
@@ -360,8 +380,10 @@ def bind_low_latency_two_shot(
     wire = out_dtype if not _adds(named) else dtypes.accumulator(dtype)
     ranks, numel = plan.group.size, elements(shape)
     shard = padded(-(-numel // ranks))
-    words = 2 * ranks * shard * VECTOR * (dtype.itemsize + wire.itemsize) // 4
-    blocks = plan.blocks_for(-(-shard * VECTOR // config.block), config.blocks)
+    lanes = config.lanes(dtype)
+    tiles = tiles_of(shard * VECTOR * dtype.itemsize, lanes)
+    words = 2 * ranks * tiles * 4 * (lanes + config.lanes(wire))
+    blocks = plan.blocks_for(tiles, config.blocks)
     return plan.bind(
         low_latency_two_shot_kernel, blocks, (dtype, out_dtype, dtype, dtype),
         plan.workspace("words", (words,), np.int64), plan.channel(blocks), plan.group.handle,

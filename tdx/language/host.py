@@ -42,18 +42,19 @@ class Executor(Protocol):
     ) -> tuple[np.ndarray, bool]:
         """Suspend until one of the words reaches `value`; which of them have, and ok."""
 
-    def load_ll(
+    def load_words(
         self,
         addresses: np.ndarray,
+        shift: int,
         flag: int,
         mask: np.ndarray,
         control: int,
         team: int,
         peers: np.ndarray,
     ) -> tuple[np.ndarray, bool]:
-        """Suspend until each 64-bit word under `mask` has `flag` in its high half.
+        """Suspend until each 64-bit word under `mask` has `flag` in its bits from `shift` on.
 
-        Returns the low halves as int32, 0 outside the mask, and False on expiry or fault.
+        Returns the words as uint64, 0 outside the mask, and False on expiry or fault.
         """
 
     def fault(self, control: int) -> bool:
@@ -190,23 +191,39 @@ def wait_any(ptr, value, active, count, control, team, _semantic=None):
 @intrinsic
 def load_ll(ptr, flag, words, mask, control, team, peer, _semantic=None):
     """The data of `words` (1 or 2) data-and-flag words at each pointer, int32 or int64, and ok."""
+    offsets = [8 * i for i in range(unwrap(words))]
+    parts, ok = _load_words(ptr, offsets, 32, flag, mask, control, team, peer)
+    low = [part & np.uint64(0xFFFFFFFF) for part in parts]
+    if len(low) == 1:
+        value = host_tensor(low[0].astype(np.uint32).view(np.int32), like=ptr)
+    else:
+        value = host_tensor((low[0] | low[1] << np.uint64(32)).view(np.int64), like=ptr)
+    return value, host_tensor(np.full(parts[0].shape, ok), like=ptr)
+
+
+@intrinsic
+def load_packed(ptr, gap, flag, mask, control, team, peer, _semantic=None):
+    """The four words at each pointer, int64, of which the second pair is `gap` words behind the
+    first, with 8 bits of flag on top; and ok."""
+    offsets = [0, 8, 8 * _scalar(gap), 8 * _scalar(gap) + 8]
+    parts, ok = _load_words(ptr, offsets, 56, flag, mask, control, team, peer)
+    words = tuple(host_tensor(part.view(np.int64), like=ptr) for part in parts)
+    return words, host_tensor(np.full(parts[0].shape, ok), like=ptr)
+
+
+def _load_words(ptr, offsets, shift, flag, mask, control, team, peer):
     addresses, active, peers = np.broadcast_arrays(_array(ptr), _array(mask), _array(peer))
-    parts = [addresses.ravel().astype(np.uint64) + np.uint64(8 * i) for i in range(unwrap(words))]
-    data, ok = _running().load_ll(
+    parts = [addresses.ravel().astype(np.uint64) + np.uint64(offset) for offset in offsets]
+    words, ok = _running().load_words(
         np.concatenate(parts),
+        shift,
         _scalar(flag),
         np.tile(active.ravel() != 0, len(parts)),
         _scalar(control),
         _scalar(team),
         np.tile(peers.ravel().astype(np.int64), len(parts)),
     )
-    halves = np.asarray(data, np.int32).reshape(len(parts), *addresses.shape)
-    if len(parts) == 1:
-        value = host_tensor(halves[0], like=ptr)
-    else:
-        low, high = halves[0].view(np.uint32).astype(np.int64), halves[1].astype(np.int64)
-        value = host_tensor(low | high << 32, like=ptr)
-    return value, host_tensor(np.full(addresses.shape, bool(ok)), like=ptr)
+    return np.asarray(words, np.uint64).reshape(len(parts), *addresses.shape), bool(ok)
 
 
 @intrinsic

@@ -132,26 +132,34 @@ _SPINS = 1024  # polls in registers before the deadline and the fault word are l
 
 
 @intrinsic
-def spin_ll(base, stride, flag, active, ranks, words, _semantic=None):
+def spin_ll(base, stride, gap, flag, shift, active, ranks, words, found=(), _semantic=None):
     """Poll the words of several ranks at once, up to a limit: all loads of a poll are in flight
     together. Returns `ranks * words` int64 values and 1 if one is still missing.
 
-    Rank p's words, 1, 2 or 4, are at base + p * stride bytes; only ranks whose bit is set in
-    `active` are loaded, the others give 0.
+    Rank p's words, 1, 2 or 4, are at base + p * stride bytes, the second pair `gap` bytes behind
+    the first; their flags of 64 - `shift` bits on top. Only ranks whose bit is set in `active` are
+    loaded; the others give 0, or where none is what `found`, such values, holds.
     """
-    ranks, words = unwrap(ranks), unwrap(words)
+    ranks, words, shift = unwrap(ranks), unwrap(words), unwrap(shift)
     count = ranks * words
-    inputs = [f"${count + 1 + i}" for i in range(4)]
-    operands = [_semantic.to_tensor(unwrap(x)) for x in (base, stride, flag, active)]
-    kinds = (core.int64, core.int64, core.int32, core.int32)
+    before = list(found)
+    wanted = _semantic.to_tensor(unwrap(flag))
+    if shift > 32:
+        wanted = _semantic.shl(wanted, _semantic.to_tensor(shift - 32))
+    operands = [*(_semantic.to_tensor(unwrap(x)) for x in (base, stride, gap)), wanted]
+    operands.append(_semantic.to_tensor(unwrap(active)))
+    kinds = (core.int64, core.int64, core.int64, core.int32, core.int32)
     operands = [
         x if x.dtype == kind else core.cast(x, kind, _semantic=_semantic)
         for x, kind in zip(operands, kinds, strict=True)
     ]
+    first = count + 1 + len(before)
+    inputs = [f"${first + i}" for i in range(5)]
+    tied = [str(i) for i in range(len(before))]
     return core.inline_asm_elementwise(
-        _spin_text(ranks, words, inputs),
-        ",".join(["=&l"] * count + ["=&r"] + ["l", "l", "r", "r"]),
-        operands,
+        _spin_text(ranks, words, shift, bool(before), inputs),
+        ",".join(["=&l"] * count + ["=&r", *tied, "l", "l", "l", "r", "r"]),
+        before + operands,
         dtype=(core.int64,) * count + (core.int32,),
         is_pure=False,
         pack=1,
@@ -159,32 +167,45 @@ def spin_ll(base, stride, flag, active, ranks, words, _semantic=None):
     )
 
 
-def _spin_text(ranks: int, words: int, inputs: list[str]) -> str:
-    """PTX of spin_ll; labels are local to the braces."""
-    base, stride, flag, active = inputs
-    count = ranks * words
+def _spin_text(ranks: int, words: int, shift: int, kept: bool, inputs: list[str]) -> str:
+    """PTX of spin_ll; labels are local to the braces. `kept`: the values hold something before."""
+    base, stride, gap, flag, active = inputs
+    count, pairs = ranks * words, (words + 1) // 2
     lines = [
-        f"{{ .reg .pred want<{ranks}>, bad, miss, more; .reg .b64 at<{ranks}>;",
-        ".reg .b32 bit, high, polls;",
+        f"{{ .reg .pred want<{ranks}>, bad, miss, more; .reg .b64 at<{ranks * pairs}>;",
+        ".reg .b32 bit, wrong, polls; .reg .b32 high<4>;",
         "mov.u32 polls, 0;",
         f"mov.b64 at0, {base};",
     ]
     for p in range(ranks):
         if p:
-            lines.append(f"add.s64 at{p}, at{p - 1}, {stride};")
+            lines.append(f"add.s64 at{p * pairs}, at{(p - 1) * pairs}, {stride};")
+        if pairs == 2:
+            lines.append(f"add.s64 at{2 * p + 1}, at{2 * p}, {gap};")
         lines.append(f"and.b32 bit, {active}, {1 << p}; setp.ne.u32 want{p}, bit, 0;")
-    lines += [f"mov.u64 ${i}, 0;" for i in range(count)]
+    if not kept:
+        lines += [f"mov.u64 ${i}, 0;" for i in range(count)]
     lines.append(f"setp.ne.u32 miss, 0, 0; setp.eq.u32 more, {active}, 0; @more bra DONE;")
     lines.append("POLL: setp.ne.u32 miss, 0, 0;")
     for p in range(ranks):
         if words == 1:
             lines.append(f"@want{p} ld.relaxed.sys.global.b64 ${p}, [at{p}];")
-        for i in range(0, words - 1, 2):
-            into = f"{{${words * p + i}, ${words * p + i + 1}}}"
-            lines.append(f"@want{p} ld.relaxed.sys.global.v2.b64 {into}, [at{p}+{8 * i}];")
-    for i in range(count):
-        lines.append(f"mov.b64 {{bit, high}}, ${i}; setp.ne.u32 bad, high, {flag};")
-        lines.append(f"and.pred bad, bad, want{i // words}; or.pred miss, miss, bad;")
+        else:
+            for i in range(pairs):
+                into = f"{{${words * p + 2 * i}, ${words * p + 2 * i + 1}}}"
+                lines.append(f"@want{p} ld.relaxed.sys.global.v2.b64 {into}, [at{p * pairs + i}];")
+    for p in range(ranks):
+        for i in range(words):
+            lines.append(f"mov.b64 {{bit, high{i}}}, ${words * p + i};")
+        if words == 1:
+            lines.append(f"xor.b32 wrong, high0, {flag};")
+        for i in range(0, words - 1, 2):  # where either differs from the flag: (a ^ c) | (b ^ c)
+            into = "wrong" if i == 0 else "bit"
+            lines.append(f"lop3.b32 {into}, high{i}, high{i + 1}, {flag}, 0x7E;")
+        if words == 4:
+            lines.append("or.b32 wrong, wrong, bit;")
+        lines.append(f"setp.ge.u32 bad, wrong, {1 << (shift - 32)};")
+        lines.append(f"and.pred bad, bad, want{p}; or.pred miss, miss, bad;")
     lines += [
         f"add.u32 polls, polls, 1; setp.lt.u32 more, polls, {_SPINS};",
         "and.pred more, more, miss; @more bra POLL;",

@@ -1,7 +1,8 @@
 """Words of data and flag in symmetric memory: the data is its own signal.
 
 A 64-bit word holds 4 bytes of data low and a flag of 32 bits high, and is written at once, so that
-who sees the flag has the data: the protocol of NCCL's LL. All functions are executed by the whole
+who sees the flag has the data: the protocol of NCCL's LL. Packed words hold 7 bytes of data and a
+flag of 8 bits, and go in fours: 28 bytes of data in 32. All functions are executed by the whole
 program, as those of signal.py.
 """
 
@@ -170,21 +171,9 @@ def load_words_all(ptr, stride, flag, world, ranks: tl.constexpr, mask, count: t
         team = team_index(world)
         bits_ = tl.where(as_tensor(mask).to(tl.int1), ((1 << ranks) - 1) & ~(1 << me), 0)
         at = ptr.to(tl.int64)
-        found = nvidia.spin_ll(at, stride * 8, tag, bits_, ranks, count)
-        missing = found[ranks * count]
-        settled = device_call(
-            "tdx_settle_all",
-            "i32",
-            "i32,i64,i64,i32,i32,i32,i32,i64,i32,i32",
-            (missing, at, stride * 8, count, tag, bits_, ranks, world.control, team,
-             program_index()),
-        )  # fmt: skip
-        again = nvidia.spin_ll(at, stride * 8, tag, tl.where(missing != 0, bits_, 0), ranks, count)
+        found, ok = _poll(at, stride * 8, 16, tag, 32, bits_, world.control, team, ranks, count)
         for i in tl.static_range(ranks * count):
-            word = tl.where(missing != 0, again[i], found[i])
-            words = words + (word.to(tl.int32),)  # noqa: RUF005
-        # a sender that has given up may have gone on and written the words again in between
-        ok = (settled != 0) & (again[ranks * count] == 0)
+            words = words + (found[i].to(tl.int32),)  # noqa: RUF005
     else:
         ok = as_tensor(mask).to(tl.int1)
         kind: tl.constexpr = tl.int32 if count == 1 else tl.int64
@@ -201,6 +190,147 @@ def load_words_all(ptr, stride, flag, world, ranks: tl.constexpr, mask, count: t
 
 
 @triton.jit
+def _poll(
+    at, stride, gap, tag, shift: tl.constexpr, active, control, team, ranks: tl.constexpr,
+    count: tl.constexpr,
+):  # fmt: skip
+    """Wait for words as nvidia.spin_ll tells: the words, and whether all are there."""
+    found = nvidia.spin_ll(at, stride, gap, tag, shift, active, ranks, count)
+    missing = found[ranks * count]
+    settled = device_call(
+        "tdx_settle_all",
+        "i32",
+        "i32,i64,i64,i64,i32,i32,i32,i32,i32,i64,i32,i32",
+        (missing, at, stride, gap, count, shift, tag, active, ranks, control, team,
+         program_index()),
+    )  # fmt: skip
+    late = tl.where(missing != 0, active, 0)
+    again = nvidia.spin_ll(at, stride, gap, tag, shift, late, ranks, count, found[:-1])
+    # a sender that has given up may have gone on and written the words again in between
+    return again[:-1], (settled != 0) & (again[ranks * count] == 0)
+
+
+@triton.jit
+def store_packed(ptr, gap, values, flag, peer, world, mask=True):
+    """Store 28 bytes of data in four words in `peer`'s heap, each with 8 bits of flag on top.
+
+    Parameters
+    ----------
+    ptr : block of pointers to int64
+        Where the first two words are, in this rank's heap, 16-byte aligned.
+    gap : int
+        Words from there to the other two: even.
+    values : tuple of 7 blocks of int32
+    flag : int or scalar
+        Its low 8 bits count. All words that are read in each call of their slot are written in
+        each, so that a word never holds a flag that is older than the slot's last call.
+    peer, world, mask
+        As for store_ll, as are ordering, fault and replay safety.
+    """
+    target = symm_at(ptr, peer, world)
+    tag = _int32(flag) << 24
+    words = ()
+    for i in tl.static_range(3):
+        high = (values[2 * i + 1] & 0xFFFFFF) | tag
+        words = words + (pair_words(values[2 * i], high),)  # noqa: RUF005
+    # the fourth word takes the bytes that found no place beside the others' flags
+    rest = ((values[1] >> 24) & 0xFF) | ((values[3] >> 16) & 0xFF00) | ((values[5] >> 8) & 0xFF0000)
+    words = words + (pair_words(values[6], rest | tag),)  # noqa: RUF005
+    for pair in tl.static_range(2):
+        low, high = words[2 * pair], words[2 * pair + 1]
+        to = target + pair * gap
+        if is_host():
+            _store_word(to, low, mask)
+            _store_word(to + 1, high, mask)
+        elif is_nvidia():
+            nvidia.store_ll_pair(to.to(tl.int64), low, high, _int32(mask))
+        else:
+            amd.store_ll_pair(to.to(tl.int64), low, high, _int32(mask))
+
+
+@triton.jit
+def load_packed(ptr, gap, flag, world, mask=True, peer=-1):
+    """Wait for what `store_packed` wrote into this rank's heap.
+
+    Returns `(values, ok)`: the 7 blocks, and int1 per lane, not the same in every thread: use it
+    as a mask. Deadline and fault: as load_ll, whose `peer` this is.
+    """
+    team = team_index(world)
+    tag = _int32(flag) & 0xFF
+    if is_host():
+        words, ok = host.load_packed(ptr, gap, tag, mask, world.control, team, peer)
+    else:
+        ok = as_tensor(mask).to(tl.int1)
+        words = ()
+        for pair in tl.static_range(2):
+            at = ptr + pair * gap
+            if is_nvidia():
+                low, high = nvidia.peek_ll_pair(at.to(tl.int64), _int32(mask))
+            else:
+                low, high = amd.peek_ll_pair(at.to(tl.int64), _int32(mask))
+            low, there = _settle_packed(low, at, tag, mask, world.control, team, peer)
+            high, come = _settle_packed(high, at + 1, tag, mask, world.control, team, peer)
+            words = words + (low, high)  # noqa: RUF005
+            ok = ok & there & come
+    return _unpacked(words, 0), ok
+
+
+@triton.jit
+def load_packed_all(ptr, gap, stride, flag, world, whose, ranks: tl.constexpr, mask=True):
+    """`load_packed` of what the ranks in `whose` stored, all in flight at once: see load_ll_all.
+
+    `whose` has a bit for each rank. Returns `(values, ok)`: a tuple of `ranks * 7` blocks of int32,
+    rank by rank, those of ranks outside `whose` of no use, and int1 per lane.
+    """
+    if is_nvidia():
+        active = tl.where(as_tensor(mask).to(tl.int1), whose, 0)
+        team, at, tag = team_index(world), ptr.to(tl.int64), _int32(flag) & 0xFF
+        words, ok = _poll(at, stride * 8, gap * 8, tag, 56, active, world.control, team, ranks, 4)
+        values = ()
+        for p in tl.static_range(ranks):
+            values = values + _unpacked(words, 4 * p)
+    else:
+        ok = as_tensor(mask).to(tl.int1)
+        values = ()
+        for p in tl.static_range(ranks):
+            there = as_tensor(mask).to(tl.int1) & ((whose >> p) & 1 != 0)
+            found, come = load_packed(ptr + p * stride, gap, flag, world, there, p)
+            values = values + found
+            ok = ok & (come | ~there)
+    return values, ok
+
+
+@triton.jit
+def _unpacked(words, first: tl.constexpr):
+    """The 7 values of 4 bytes in four packed words, those from number `first` on."""
+    rest = (words[first + 3] >> 32).to(tl.int32)
+    values = ()
+    for i in tl.static_range(3):
+        word = words[first + i]
+        over = ((rest >> (8 * i)) & 0xFF) << 24
+        values = values + (word.to(tl.int32), ((word >> 32).to(tl.int32) & 0xFFFFFF) | over)  # noqa: RUF005
+    return values + (words[first + 3].to(tl.int32),)  # noqa: RUF005
+
+
+@triton.jit
+def _settle_packed(word, ptr, tag, mask, control, team, peer):
+    """The word at `ptr`, of which `word` was loaded, once its flag is right; and whether it is."""
+    there = as_tensor(mask).to(tl.int1)
+    come = ((word >> 56).to(tl.int32) & 0xFF) == tag
+    settled = device_call(
+        "tdx_settle",
+        "i64",
+        "i64,i64,i32,i32,i32,i64,i32,i32,i32",
+        (word, ptr, 56, tag, _int32(mask), control, team, peer, program_index()),
+    )
+    late = there & ~come & ((settled >> 32) != 0)
+    again = device_call("tdx_peek", "i64", "i64,i32", (ptr, _int32(late)))
+    word = tl.where(late, again, word)
+    # a sender that has given up may have gone on and written the word again in between
+    return word, (((word >> 56).to(tl.int32) & 0xFF) == tag) | ~there
+
+
+@triton.jit
 def pair_words(low, high):
     """Two values of 4 bytes as one of 8, int64."""
     high = high.to(tl.int32, bitcast=True).to(tl.int64)
@@ -212,8 +342,8 @@ def _settle(word, ptr, flag, active, control, team, peer):
     settled = device_call(
         "tdx_settle",
         "i64",
-        "i64,i64,i32,i32,i64,i32,i32,i32",
-        (word, ptr, flag, active, control, team, peer, program_index()),
+        "i64,i64,i32,i32,i32,i64,i32,i32,i32",
+        (word, ptr, 32, flag, active, control, team, peer, program_index()),
     )
     return settled.to(tl.int32), (settled >> 32) != 0
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import tdx
 
-LIBRARY_VERSION = 3  # raised with every change of a file in tdx/language/device
+LIBRARY_VERSION = 4  # raised with every change of a file in tdx/language/device
 
 _COMPILE_S = 120.0  # how long to wait for another process that compiles a kernel
 _LOCK_FILES = 1024

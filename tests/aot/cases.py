@@ -8,6 +8,7 @@ from tests.aot.products import POINTER, PRODUCTS, product_call
 __all__ = ["CASES", "job", "product_job"]
 
 NO_FUSION = {"enable_fp_fusion": False, "num_warps": 8}
+_LANES = 128  # of packed words, as select.py has them for large arrays
 
 
 def _all_reduce(algorithm: str, dtype: str, world: str = "world", **chosen):
@@ -19,11 +20,14 @@ def _all_reduce(algorithm: str, dtype: str, world: str = "world", **chosen):
         **dict.fromkeys(("numel", "columns", "vectors"), "i32"),
     }  # fmt: skip
     constants = {"OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "BLOCK": 4096, **chosen}
+    options = NO_FUSION
     if algorithm == "low_latency":
         pairs = dtype == "bfloat16"
-        constants.update(BLOCK=512 if pairs else 256, PAIRS=pairs, RANKS=8)
+        constants.update(BLOCK=_LANES * (2 if pairs else 1), PAIRS=pairs)
+        constants.setdefault("RANKS", 8)
+        options = {**NO_FUSION, "num_warps": _LANES // 32}
     types.update(dict.fromkeys(constants, "constexpr"))
-    return f"all_reduce.{algorithm}_kernel", types, constants, NO_FUSION
+    return f"all_reduce.{algorithm}_kernel", types, constants, options
 
 
 def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **chosen):
@@ -37,7 +41,7 @@ def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **cho
         "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "RANKS": ranks,
         "SLOTS": 4 if ranks == 2 or "two_shot" not in kernel else 2, "AHEAD": int(ranks == 2),
         "WHOLE": True, "COPY": False, "ROOTED": False, "UNIT": 16, "PAIRS": size == 2,
-        "RESULT_PAIRS": size == 2, "BLOCK": 1024 // size if words else block, **chosen,
+        "RESULT_PAIRS": size == 2, "BLOCK": _LANES * 4 // size if words else block, **chosen,
     }  # fmt: skip
     types = {
         **dict.fromkeys(("x", "out", "bias", "residual", "staging", "results"), pointer),
@@ -48,7 +52,7 @@ def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **cho
         ),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
-    return kernel, types, values, {**NO_FUSION, "num_warps": 8 if words else warps}
+    return kernel, types, values, {**NO_FUSION, "num_warps": _LANES // 32 if words else warps}
 
 
 def _norm(algorithm: str, dtype: str, columns: int = 8192, ranks: int = 4, **chosen):
@@ -151,8 +155,9 @@ def _tiled(kernel: str, word: str, unit: int, sizes, chosen):
 
 def _words(kernel: str, word: str, **more):
     width = int(word[2:]) // 8
-    constants = {"WIDTH": width, "BLOCK": 256 if width == 8 else 512, **more}
-    return _moved(kernel, word, constants, ("root", "count", "vectors", "part"))
+    constants = {"WIDTH": width, "LANES": _LANES, **more}
+    options = {"num_warps": _LANES // 32}
+    return _moved(kernel, word, constants, ("root", "count", "part"), options)
 
 
 CASES = {
@@ -164,6 +169,7 @@ CASES = {
     ),
     "one_shot-max-i32": _all_reduce("one_shot", "int32", OP="max"),
     "low_latency-bf16": _all_reduce("low_latency", "bfloat16"),
+    "low_latency-16-bf16": _all_reduce("low_latency", "bfloat16", RANKS=16),
     "low_latency-fp32": _all_reduce("low_latency", "float32", OP="avg", HAS_RESIDUAL=True),
     "two_shot-bf16": _shards("two_shot.two_shot_kernel", "bfloat16"),
     "two_shot-2": _shards("two_shot.two_shot_kernel", "bfloat16", 2),
@@ -204,15 +210,15 @@ CASES = {
     "push-all": _pushed(),
     "push-one": _pushed(each=False, own_first=True),
     "push-odd": _pushed("*i8", 1, own_first=True),
-    "words-i64": _words("low_latency.low_latency_kernel", "*i64", EACH=True, RANKS=4),
+    "words-i32": _words("low_latency.low_latency_kernel", "*i32", EACH=True, RANKS=4),
     "words-i16": _words("low_latency.low_latency_kernel", "*i16", EACH=False, RANKS=8),
-    "root-words-i64": _words("broadcast_words.low_latency_kernel", "*i64"),
+    "root-words-i32": _words("broadcast_words.low_latency_kernel", "*i32"),
     "root-words-i8": _words("broadcast_words.low_latency_kernel", "*i8"),
-    "passed-words-i64": _words(
-        "broadcast_words.low_latency_scatter_kernel", "*i64", RANKS=4, SPREAD=4
+    "passed-words-i32": _words(
+        "broadcast_words.low_latency_scatter_kernel", "*i32", RANKS=4
     ),
     "passed-words-i8": _words(
-        "broadcast_words.low_latency_scatter_kernel", "*i8", RANKS=8, SPREAD=8
+        "broadcast_words.low_latency_scatter_kernel", "*i8", RANKS=8
     ),
     "broadcast-chain": _in_rounds("chain"),
     "broadcast-chain-odd": _in_rounds("chain", "*i16", 1),

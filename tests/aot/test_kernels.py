@@ -217,9 +217,9 @@ def test_sums_are_not_contracted(outcome, case, target):
 
 
 @pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("case", ["words-i64", "root-words-i64", "passed-words-i64"])
+@pytest.mark.parametrize("case", ["words-i32", "root-words-i32", "passed-words-i32"])
 def test_words_with_flags_travel_in_pairs(outcome):
-    """8 bytes of data and two flags by one store of 16 bytes."""
+    """14 bytes of data and two flags by one store of 16 bytes."""
     assert positions(outcome.code, r"st\.relaxed\.sys\.global\.v2\.b64")
 
 

@@ -15,7 +15,7 @@ from tdx.kernels.select import CONSTANTS
 def many_blocks() -> Iterator[None]:
     """Plans made inside have small blocks and up to eight of them; same on every rank."""
     small = dataclasses.replace(
-        CONSTANTS["host"], block_elements=(64, 64), blocks=8, low_latency_bytes_per_block=256,
+        CONSTANTS["host"], block_elements=(64, 64), blocks=8, low_latency_lanes=(8, 16),
         matmul_blocks=8, push_blocks=8, chunks_per_rank=3, tile=(32, 32, 128), scattered_rows=32,
         gathered_rows=32,
     )  # fmt: skip

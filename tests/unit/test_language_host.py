@@ -114,14 +114,15 @@ class Spinner:
                 return False
             time.sleep(1e-4)
 
-    def load_ll(self, addresses, flag, mask, control, team, peers):
-        data = np.zeros(len(addresses), np.int32)
+    def load_words(self, addresses, shift, flag, mask, control, team, peers):
+        assert shift == 32
+        words = np.zeros(len(addresses), np.uint64)
         for i in np.flatnonzero(mask):
             word = [int(addresses[i]) + 4, flag]
             if not self.wait([word[0]], [word[1]], "eq", control, team, [peers[i]]):
-                return data, False
-            data[i] = ctypes.c_int32.from_address(int(addresses[i])).value
-        return data, True
+                return words, False
+            words[i] = ctypes.c_uint64.from_address(int(addresses[i])).value
+        return words, True
 
     def distance(self, pointers, peers, handle):
         control, packed, stride, is_team = handle

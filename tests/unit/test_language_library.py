@@ -21,8 +21,8 @@ FILES = {
 # Triton 3.6 finds cached kernels by the library's path: a changed file needs another name.
 # Raise triton_driver.LIBRARY_VERSION, rename the files, then enter the new digests.
 DIGESTS = {
-    "tdx_nvidia_3.ll": "14ded4c89e2685dc",
-    "tdx_amd_3.ll": "16581c68b87695e5",
+    "tdx_nvidia_4.ll": "223c9f560a981f3e",
+    "tdx_amd_4.ll": "1ab140edf98f6671",
 }
 BACKENDS = [
     (CUDABackend, GPUTarget("cuda", 90, 32)),

@@ -26,7 +26,7 @@ from tdx.kernels.select import (
     gather_algorithm,
     gather_chunks,
     low_latency_elements,
-    low_latency_words,
+    low_latency_lanes,
     movement_algorithm,
     power_of_two,
     push_block,
@@ -54,7 +54,10 @@ def test_blocks_are_powers_of_two_within_limits(backend, numel):
     assert block == power_of_two(block)
     assert block_bytes(backend, 8 * numel) == 8 * block
     for itemsize in (2, 4):
-        assert 2 <= low_latency_elements(backend, numel, itemsize) <= block
+        elements, warps = low_latency_elements(backend, numel, itemsize)
+        lanes, same = low_latency_lanes(backend, numel * itemsize)
+        assert (elements, warps) == (lanes * 4 // itemsize, same)
+        assert 2 <= elements == power_of_two(elements)
 
 
 @pytest.mark.parametrize("backend", MOVEMENT)
@@ -66,9 +69,10 @@ def test_moved_blocks_are_the_same_bytes_whatever_the_words(backend, nbytes):
         assert tile["BLOCK"] * tile["GROUP"] * width == size
         assert tile["BLOCK"] == power_of_two(tile["BLOCK"])
         assert backend == "host" or tile["BLOCK"] <= 8 * 32 * tile["num_warps"]
-    words = low_latency_words(backend, -(-nbytes // 4))
-    assert words >= 2
-    assert words == power_of_two(words)
+    fewest, most = CONSTANTS[backend].low_latency_lanes
+    lanes, warps = low_latency_lanes(backend, nbytes)
+    assert fewest <= lanes == power_of_two(lanes) <= most
+    assert backend == "host" or warps == max(1, lanes // (64 if backend == "hip" else 32))
 
 
 @pytest.mark.parametrize("backend", ["cuda", "hip"])

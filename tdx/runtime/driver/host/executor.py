@@ -112,25 +112,26 @@ class HostExecutor:
             self._acquire(addresses)
         return ready, ok
 
-    def load_ll(
+    def load_words(
         self,
         addresses: np.ndarray,
+        shift: int,
         flag: int,
         mask: np.ndarray,
         control: int,
         team: int,
         peers: np.ndarray,
     ) -> tuple[np.ndarray, bool]:
-        """Wait until the high half of every unmasked 64-bit word is `flag`; the low halves."""
+        """Wait until every unmasked 64-bit word has `flag` from bit `shift` on; the words."""
         self._check(addresses[mask], 8)
         nothing = np.zeros(addresses.shape, np.uint64)
         words = nothing
-        expected = np.uint32(flag & 0xFFFFFFFF)
+        expected, bits = np.uint64(flag & (1 << 64 - shift) - 1), np.uint64(shift)
 
         def missing() -> np.ndarray:
             nonlocal words
             words = native.load(addresses, mask, nothing, np.dtype(np.uint64))
-            return np.asarray(((words >> np.uint64(32)).astype(np.uint32) != expected) & mask)
+            return np.asarray((words >> bits != expected) & mask)
 
         def finished() -> bool:
             return not missing().any()
@@ -145,12 +146,12 @@ class HostExecutor:
 
         def give_up() -> None:
             first = int(np.flatnonzero(missing().reshape(-1))[0])
-            seen = int((words.reshape(-1)[first] >> np.uint64(32)).astype(np.uint32).view(np.int32))
+            seen = int((words.reshape(-1)[first] >> bits).astype(np.uint32).view(np.int32))
             peer = int(np.broadcast_to(peers, addresses.shape).reshape(-1)[first])
             self._fault(control, team, peer, int(addresses.reshape(-1)[first]), flag, seen)
 
         ok = self._bounded(finished, describe, give_up, control)
-        return (words & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32), ok
+        return words, ok
 
     def distance(
         self, pointers: np.ndarray, peers: np.ndarray, handle: tuple[int, int, int, bool]

@@ -311,18 +311,19 @@ done:
   ret i64 %result
 }
 
-; A data-and-flag word: 32 bits of data low, the flag high. %word was already loaded; polls on
-; until the flag is right. Returns the data in the low half and 1 (or 0: gave up) in the high one.
-define i64 @tdx_settle(i64 %word, i64 %address, i32 %flag, i32 %active, i64 %control, i32 %team,
-                       i32 %peer, i32 %program) alwaysinline {
+; A data-and-flag word: the flag from bit %shift on. %word was already loaded; polls on until the
+; flag is right. Returns the low half of the word, and 1 (or 0: gave up) in the high half.
+define i64 @tdx_settle(i64 %word, i64 %address, i32 %shift, i32 %flag, i32 %active, i64 %control,
+                       i32 %team, i32 %peer, i32 %program) alwaysinline {
 entry:
   %pointer = inttoptr i64 %address to ptr addrspace(1)
+  %shift.wide = zext i32 %shift to i64
   br label %look
 look:
   %polls = phi i32 [ 0, %entry ], [ %polls.next, %again ]
   %start = phi i64 [ 0, %entry ], [ %start.next, %again ]
   %now = phi i64 [ %word, %entry ], [ %loaded, %again ]
-  %high = lshr i64 %now, 32
+  %high = lshr i64 %now, %shift.wide
   %seen = trunc i64 %high to i32
   %there = icmp eq i32 %seen, %flag
   %idle = icmp eq i32 %active, 0
@@ -372,17 +373,18 @@ done:
 }
 
 ; The data-and-flag words of the %ranks ranks whose bit is set in %active: rank p's %words words
-; are at %base + p * %stride bytes. Waits for those that are missing. 1: all there; 0: gave up.
-define i32 @tdx_settle_all(i32 %missing, i64 %base, i64 %stride, i32 %words, i32 %flag,
-                           i32 %active, i32 %ranks, i64 %control, i32 %team,
+; are at %base + p * %stride bytes, each pair of them %gap bytes behind the one before. Waits for
+; those that are missing. 1: all there; 0: gave up.
+define i32 @tdx_settle_all(i32 %missing, i64 %base, i64 %stride, i64 %gap, i32 %words, i32 %shift,
+                           i32 %flag, i32 %active, i32 %ranks, i64 %control, i32 %team,
                            i32 %program) alwaysinline {
 entry:
   %none = icmp eq i32 %missing, 0
   br i1 %none, label %done, label %slow
 slow:
-  %settled = call i32 @tdx_settle_missing(i64 %base, i64 %stride, i32 %words, i32 %flag,
-                                          i32 %active, i32 %ranks, i64 %control, i32 %team,
-                                          i32 %program)
+  %settled = call i32 @tdx_settle_missing(i64 %base, i64 %stride, i64 %gap, i32 %words,
+                                          i32 %shift, i32 %flag, i32 %active, i32 %ranks,
+                                          i64 %control, i32 %team, i32 %program)
   br label %done
 done:
   %result = phi i32 [ 1, %entry ], [ %settled, %slow ]
@@ -390,8 +392,9 @@ done:
 }
 
 ; The part of tdx_settle_all that waits.
-define i32 @tdx_settle_missing(i64 %base, i64 %stride, i32 %words, i32 %flag, i32 %active,
-                               i32 %ranks, i64 %control, i32 %team, i32 %program) #0 {
+define i32 @tdx_settle_missing(i64 %base, i64 %stride, i64 %gap, i32 %words, i32 %shift,
+                               i32 %flag, i32 %active, i32 %ranks, i64 %control, i32 %team,
+                               i32 %program) #0 {
 entry:
   br label %rank
 rank:
@@ -403,14 +406,19 @@ rank:
 word:
   %k = phi i32 [ 0, %rank ], [ %k.next, %there ]
   %p.wide = sext i32 %p to i64
-  %k.wide = sext i32 %k to i64
   %distance = mul i64 %p.wide, %stride
-  %offset = shl i64 %k.wide, 3
+  %pair = lshr i32 %k, 1
+  %pair.wide = sext i32 %pair to i64
+  %pair.offset = mul i64 %pair.wide, %gap
+  %half = and i32 %k, 1
+  %half.wide = sext i32 %half to i64
+  %half.offset = shl i64 %half.wide, 3
   %slot = add i64 %base, %distance
-  %address = add i64 %slot, %offset
+  %pair.address = add i64 %slot, %pair.offset
+  %address = add i64 %pair.address, %half.offset
   %first = call i64 @tdx_peek(i64 %address, i32 1)
-  %settled = call i64 @tdx_settle(i64 %first, i64 %address, i32 %flag, i32 1, i64 %control,
-                                  i32 %team, i32 %p, i32 %program)
+  %settled = call i64 @tdx_settle(i64 %first, i64 %address, i32 %shift, i32 %flag, i32 1,
+                                  i64 %control, i32 %team, i32 %p, i32 %program)
   %status = lshr i64 %settled, 32
   %ok = icmp ne i64 %status, 0
   br i1 %ok, label %there, label %done
