@@ -57,6 +57,7 @@ def low_latency_scatter_kernel(
     Block b has the same tiles of all parts on all ranks, and acknowledges as in low_latency_kernel.
     """
     PIECES: tl.constexpr = 4 // WIDTH
+    AT_ONCE: tl.constexpr = RANKS - 1 if PIECES == 1 and 2 <= RANKS <= 8 else 1
     me = tdl.rank(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
@@ -69,24 +70,25 @@ def low_latency_scatter_kernel(
     if me == root:
         sound = sound & tdl.wait_all(read, RANKS, world, flag - 2)
         for tile in range(first, tiles, step):
-            sent = ()  # all loads before the first store, which nothing can be moved across
-            for hop in tl.static_range(1, RANKS):
-                begin, size = _part((me + hop) % RANKS, root, RANKS, part, count)
-                sent = sent + (load_tile(x + begin, tile, size, PIECES, LANES),)  # noqa: RUF005
-            for hop in tl.static_range(1, RANKS):
-                peer = (me + hop) % RANKS
-                begin, size = _part(peer, root, RANKS, part, count)
-                to = slots + peer * stride
-                words = tl.cdiv(size, PIECES)
-                put_tile(to, tile, sent[hop - 1], words, flag, peer, world, sound, LANES)
-                store_tile(out + begin, tile, sent[hop - 1], 0, size, True, PIECES, LANES)
+            for hop in range(1, RANKS, AT_ONCE):
+                sent = ()  # all loads before the first store, which nothing can be moved across
+                for i in tl.static_range(AT_ONCE):
+                    begin, size = _part((me + hop + i) % RANKS, root, RANKS, part, count)
+                    sent = sent + (load_tile(x + begin, tile, size, PIECES, LANES),)  # noqa: RUF005
+                for i in tl.static_range(AT_ONCE):
+                    peer = (me + hop + i) % RANKS
+                    begin, size = _part(peer, root, RANKS, part, count)
+                    to = slots + peer * stride
+                    words = tl.cdiv(size, PIECES)
+                    put_tile(to, tile, sent[i], words, flag, peer, world, sound, LANES)
+                    store_tile(out + begin, tile, sent[i], 0, size, True, PIECES, LANES)
     else:
         begin, size = _part(me, root, RANKS, part, count)
         words = tl.cdiv(size, PIECES)
         mine = slots + me * stride
         for tile in range(first, tiles, step):
             values, there = get_tile(mine, tile, words, flag, world, root, LANES)
-            for hop in tl.static_range(1, RANKS):
+            for hop in range(1, RANKS):
                 peer = (me + hop) % RANKS
                 passed = there & (peer != root)
                 put_tile(mine, tile, values, words, flag, peer, world, passed, LANES)

@@ -154,13 +154,17 @@ def push_packed(
     """
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
     me = tdl.rank(world)
+    AT_ONCE: tl.constexpr = RANKS - 1 if 2 <= RANKS <= 8 else 1
     words = tl.cdiv(shard, PER_WORD)
-    for hop in tl.static_range(1, RANKS):
-        peer = (me + hop) % RANKS
-        values = _tile_of(x, peer, numel, shard, tile, PAIRS, BLOCK)
-        put_tile(
-            slots + me * stride, tile, values, words, flag, peer, world, when, BLOCK // PER_WORD
-        )
+    for hop in range(1, RANKS, AT_ONCE):
+        sent = ()  # all loads before the first store, which nothing can be moved across
+        for i in tl.static_range(AT_ONCE):
+            peer = (me + hop + i) % RANKS
+            sent = sent + (_tile_of(x, peer, numel, shard, tile, PAIRS, BLOCK),)  # noqa: RUF005
+        for i in tl.static_range(AT_ONCE):
+            peer = (me + hop + i) % RANKS
+            to = slots + me * stride
+            put_tile(to, tile, sent[i], words, flag, peer, world, when, BLOCK // PER_WORD)
 
 
 @triton.jit

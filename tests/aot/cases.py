@@ -218,7 +218,7 @@ CASES = {
         "broadcast_words.low_latency_scatter_kernel", "*i32", RANKS=4
     ),
     "passed-words-i8": _words(
-        "broadcast_words.low_latency_scatter_kernel", "*i8", RANKS=8
+        "broadcast_words.low_latency_scatter_kernel", "*i8", RANKS=4
     ),
     "broadcast-chain": _in_rounds("chain"),
     "broadcast-chain-odd": _in_rounds("chain", "*i16", 1),
