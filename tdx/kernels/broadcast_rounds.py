@@ -11,7 +11,7 @@ from tdx.kernels.copying import copy_share
 from tdx.kernels.pushing import announce, place_of, staged
 from tdx.language.address import masked_peers
 
-__all__ = ["SLOTS", "chain_kernel", "scatter_kernel"]
+__all__ = ["SLOTS", "chain_kernel", "partner", "scatter_kernel"]
 
 SLOTS = 4  # of each lane
 _SLOTS = tl.constexpr(SLOTS)
@@ -89,6 +89,20 @@ def chain_kernel(
 
 
 @triton.jit
+def partner(me, root, ranks, phase):
+    """To whom a rank sends in a phase, in which the peers whose numbers add up to it exchange.
+
+    The root sends to the peer that would be its own partner, of an odd number of peers the only
+    one: so no link is asked for twice.
+    """
+    peers = ranks - 1
+    mine = (me - root + ranks) % ranks - 1
+    idle = phase * tl.where(peers % 2 == 1, (peers + 1) // 2, 1)
+    number = tl.where(me == root, idle, phase - mine + peers) % peers
+    return (root + 1 + number) % ranks
+
+
+@triton.jit
 def _part(rank, root, ranks, part_units, count):
     """(begin, units) of the part of a round's `count` units that a peer passes on."""
     begin = tl.minimum(((rank - root + ranks) % ranks - 1) * part_units, count)
@@ -139,9 +153,9 @@ def scatter_kernel(
                 ok = tdl.wait_all(sent, ranks, world, before + turn + 3 - _SLOTS) & ok
             if me != root:
                 ok = tdl.wait(sent + root, world, before + turn + 1, peer=root) & ok
-            for hop in range(1, ranks):
-                peer = (me + hop) % ranks
-                if peer != root:
+            for phase in range(0, ranks - 1):
+                peer = partner(me, root, ranks, phase)
+                if peer != me:
                     whose = tl.where(me == root, peer, me)
                     first, size = _part(whose, root, ranks, part_units, count)
                     to = _target(

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
+from tdx.kernels.broadcast_rounds import partner
 from tdx.kernels.packed import VALUES, get_tile, get_tiles, load_tile, put_tile, store_tile
 
 __all__ = ["low_latency_kernel", "low_latency_scatter_kernel"]
@@ -57,7 +58,7 @@ def low_latency_scatter_kernel(
     Block b has the same tiles of all parts on all ranks, and acknowledges as in low_latency_kernel.
     """
     PIECES: tl.constexpr = 4 // WIDTH
-    AT_ONCE: tl.constexpr = RANKS - 1 if PIECES == 1 and 2 <= RANKS <= 8 else 1
+    AT_ONCE: tl.constexpr = RANKS - 1 if PIECES == 1 and RANKS >= 2 and RANKS <= 8 else 1
     me = tdl.rank(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
@@ -88,9 +89,9 @@ def low_latency_scatter_kernel(
         mine = slots + me * stride
         for tile in range(first, tiles, step):
             values, there = get_tile(mine, tile, words, flag, world, root, LANES)
-            for hop in range(1, RANKS):
-                peer = (me + hop) % RANKS
-                passed = there & (peer != root)
+            for phase in range(0, RANKS - 1):
+                peer = partner(me, root, RANKS, phase)
+                passed = there & (peer != me)
                 put_tile(mine, tile, values, words, flag, peer, world, passed, LANES)
             store_tile(out + begin, tile, values, 0, size, there, PIECES, LANES)
         for tile in range(first, tiles, step):

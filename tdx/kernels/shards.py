@@ -154,7 +154,7 @@ def push_packed(
     """
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
     me = tdl.rank(world)
-    AT_ONCE: tl.constexpr = RANKS - 1 if 2 <= RANKS <= 8 else 1
+    AT_ONCE: tl.constexpr = RANKS - 1 if RANKS >= 2 and RANKS <= 8 else 1
     words = tl.cdiv(shard, PER_WORD)
     for hop in range(1, RANKS, AT_ONCE):
         sent = ()  # all loads before the first store, which nothing can be moved across
