@@ -7,10 +7,8 @@ one_shot     Each rank copies its array into a symmetric slot, all meet block by
              slots used in turn replace a meeting at the end: a rank can be in call n + 2 only
              after every other has finished reading in call n, because each call meets all.
 low_latency  Each rank pushes its array to all others as 64-bit words, 7 bytes of data and one of
-             flag (of the epoch), and reads what the others pushed. 8/7 * (W - 1) * S bytes out, one
-             hop and no meeting: the data is its own signal, as in NCCL's LL. Two slots in turn, as
-             above: a word holds the flag of two calls before, never the one waited for, also where
-             flags wrap to the 0 of fresh memory. Up to 16 ranks, 4 MiB, types of 2 and 4 bytes.
+             flag, and reads what the others pushed: see packed.py. 8/7 * (W - 1) * S bytes out, one
+             hop, no meeting, two slots as above. Up to 16 ranks, 4 MiB, types of 2 and 4 bytes.
 two_shot     Rank r reduces shard r and pushes the result to all: 2 * (W - 1) / W * S bytes out, two
              hops; and low_latency_two_shot, the same in words with flags. See two_shot.py.
 
@@ -36,13 +34,12 @@ from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import check_apart, elements, operand
 from tdx.kernels.packed import (
     VALUES,
-    get_tiles,
     load_packable,
-    others,
-    per_element,
+    low_latency_elements,
+    packed_bytes,
     put_tile,
-    reduce_value,
     slot_words,
+    sum_tile,
     tiles_of,
 )
 from tdx.kernels.plan import Plan, check_low_latency, plain_shape
@@ -54,16 +51,14 @@ from tdx.kernels.reduction import (
     combine,
     finish,
     widen,
-)
+)  # fmt: skip
 from tdx.kernels.select import (
     STAGING_BYTES,
     block_elements,
     cheapest,
-    low_latency_elements,
-    packed_bytes,
     shard_block,
     takes_low_latency,
-)
+)  # fmt: skip
 from tdx.kernels.two_shot import Run, bind_low_latency_two_shot, bind_two_shot
 from tdx.runtime import dtypes
 from tdx.runtime.checks import check_flag
@@ -137,10 +132,7 @@ def low_latency_kernel(
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Push the own elements to everybody as words with flags, and reduce what arrives.
-
-    For each parity of the epoch `slots` holds a place for every rank's tiles: see packed.py.
-    """
+    """Push the own tiles to everybody as words with flags, and reduce what arrives."""
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
     LANES: tl.constexpr = BLOCK // PER_WORD
     TILE: tl.constexpr = BLOCK * _VALUES
@@ -158,16 +150,13 @@ def low_latency_kernel(
             put_tile(base + me * stride, tile, own, words, flag, peer, world, sound, LANES)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         first = tl.cast(tile, tl.int64) * TILE
-        own = load_packable(x, first, numel, PAIRS, BLOCK)
-        found, come = get_tiles(
-            base, stride, tile, words, flag, world, others(world, RANKS), RANKS, LANES
+        totals, arrived = sum_tile(
+            x, first, numel, base, stride, tile, words, flag, world, OP, RANKS, PAIRS, BLOCK
         )
-        arrived = per_element(come, PAIRS)
         for j in tl.static_range(_VALUES):
-            total = reduce_value(own, found, j, world, x.dtype.element_ty, OP, RANKS, PAIRS)
             at = first + j * BLOCK + tl.arange(0, BLOCK)
             finish(
-                total, out, bias, residual, at, (at < numel) & arrived, columns,
+                totals[j], out, bias, residual, at, (at < numel) & arrived, columns,
                 tdl.num_ranks(world), OP, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
 
@@ -331,8 +320,8 @@ def bind_one_hop(
     return plan.bind(
         kernel, blocks, (dtype, out_dtype, dtype, dtype), slots, plan.channel(blocks),
         plan.group.handle, *sizes, **named, **special, BLOCK=config.block,
-        num_warps=config.num_warps,
-        enable_fp_fusion=False,  # a contracted product and sum would round once less
+        # a contracted product and sum would round once less
+        num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -343,11 +332,10 @@ def choose(
     """The algorithm, unless given, and its tile."""
     if algorithm is None:
         algorithm = _cheapest(backend, numel, dtype, travels, ranks)
-    if algorithm == "low_latency":
-        return Config(algorithm, *low_latency_elements(backend, numel, dtype.itemsize))
     shard = -(-numel // ranks)
-    if algorithm == "low_latency_two_shot":
-        return Config(algorithm, *low_latency_elements(backend, shard, dtype.itemsize))
+    if algorithm.startswith("low_latency"):
+        part = numel if algorithm == "low_latency" else shard
+        return Config(algorithm, *low_latency_elements(backend, part, dtype.itemsize))
     if algorithm == "two_shot":
         return Config(algorithm, *shard_block(backend, shard, dtype.itemsize, ranks))
     return Config(algorithm, block_elements(backend, numel))

@@ -44,7 +44,7 @@ from tdx.kernels.broadcast_rounds import SLOTS, chain_kernel, scatter_kernel
 from tdx.kernels.broadcast_words import low_latency_kernel, low_latency_scatter_kernel
 from tdx.kernels.call import one_line
 from tdx.kernels.operand import Operand, byte_units, elements
-from tdx.kernels.packed import slot_words, tiles_of
+from tdx.kernels.packed import low_latency_lanes, slot_words, tiles_of
 from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.pushing import (
     ALIGNMENT,
@@ -57,7 +57,6 @@ from tdx.kernels.select import (
     SCATTERED_BYTES,
     broadcast_algorithm,
     broadcast_round_bytes,
-    low_latency_lanes,
     push_block,
     push_tile,
 )

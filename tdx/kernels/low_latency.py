@@ -24,6 +24,7 @@ from tdx.kernels.packed import (
     VALUES,
     get_tiles,
     load_tile,
+    low_latency_lanes,
     others,
     put_tile,
     slot_words,
@@ -31,7 +32,6 @@ from tdx.kernels.packed import (
     tiles_of,
 )
 from tdx.kernels.plan import Plan
-from tdx.kernels.select import low_latency_lanes
 
 __all__ = ["LowLatency"]
 

@@ -1,8 +1,13 @@
 """Tiles of packed words of data and flag: what the low-latency kernels share.
 
 A tile is what a block sends or takes at a time: LANES lanes of 28 bytes, which as four words with
-flags take 32 (see tdx/language/words.py). Value j of lane i is word j * LANES + i of 4 bytes, so
-that loads and stores of data are contiguous; and so are the pairs of words of all lanes.
+flags take 32 (see tdx/language/words.py). The data is its own signal, as in NCCL's LL. Value j of
+lane i is word j * LANES + i of 4 bytes, so that loads and stores of data are contiguous; and so are
+the pairs of words of all lanes.
+
+Slots hold a place for every rank's tiles, and are used in turn by calls' parity. All words that are
+read in a call are written in each: so a word holds the flag of two calls before, never the one
+waited for, also where flags wrap to the 0 of fresh memory.
 """
 
 from __future__ import annotations
@@ -12,11 +17,13 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.reduction import reduce_words, to_words
+from tdx.kernels.select import MOST_WARPS, constants, power_of_two
 from tdx.language.words import load_packed, load_packed_all, store_packed
 
 __all__ = [
-    "VALUES", "get_tile", "get_tiles", "load_packable", "load_tile", "others", "per_element",
-    "put_tile", "reduce_value", "slot_words", "store_tile", "tiles_of",
+    "VALUES", "get_tile", "get_tiles", "load_packable", "load_tile", "low_latency_elements",
+    "low_latency_lanes", "others", "packed_bytes", "per_element", "put_tile", "slot_words",
+    "store_tile", "sum_tile", "tiles_of",
 ]  # fmt: skip
 
 VALUES = 7  # of 4 bytes in a lane
@@ -36,6 +43,25 @@ def tiles_of(nbytes: int, lanes: int) -> int:
 def slot_words(nbytes: int, lanes: int) -> int:
     """Words of 64 bits of a slot for `nbytes`."""
     return 4 * lanes * tiles_of(nbytes, lanes)
+
+
+def packed_bytes(nbytes: float) -> float:
+    """Bytes on the wire of data that travels as packed words of data and flag."""
+    return nbytes * 8 / 7
+
+
+def low_latency_lanes(backend: str, nbytes: int) -> tuple[int, int]:
+    """Lanes of a tile of packed words, and warps of a block, for `nbytes` of each rank."""
+    limits = constants(backend)
+    fewest, most = limits.low_latency_lanes
+    lanes = min(most, max(fewest, power_of_two(-(-nbytes // (28 * limits.blocks)))))
+    return lanes, min(MOST_WARPS, max(1, lanes // (64 if backend == "hip" else 32)))
+
+
+def low_latency_elements(backend: str, numel: int, itemsize: int) -> tuple[int, int]:
+    """The same for a reduction: elements of a block of such words, and its warps."""
+    lanes, warps = low_latency_lanes(backend, numel * itemsize)
+    return lanes * (4 // itemsize), warps
 
 
 @triton.jit
@@ -131,17 +157,29 @@ def load_packable(x, first, end, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def reduce_value(
-    own, found, j: tl.constexpr, world, DTYPE: tl.constexpr, OP: tl.constexpr,
-    RANKS: tl.constexpr, PAIRS: tl.constexpr,
+def sum_tile(
+    x, first, end, slots, stride, tile, nwords, flag, world,
+    OP: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce value j of the own tile and of those found, in rank order; not rounded."""
-    KIND: tl.constexpr = tl.int32 if PAIRS else DTYPE
-    words = ()
-    for peer in tl.static_range(RANKS):
-        words = words + (found[peer * _VALUES + j].to(KIND, bitcast=True),)  # noqa: RUF005
-    mine = own[j].to(KIND, bitcast=True)
-    return reduce_words(mine, words, world, DTYPE, OP, RANKS, PAIRS)
+    """Reduce a tile of all ranks, the own one from `first` on in x, in rank order; not rounded.
+
+    Arguments as for get_tiles and load_packable. VALUES blocks of BLOCK elements, and which
+    elements of each have come.
+    """
+    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
+    own = load_packable(x, first, end, PAIRS, BLOCK)
+    whose = others(world, RANKS)
+    LANES: tl.constexpr = BLOCK // (2 if PAIRS else 1)
+    found, come = get_tiles(slots, stride, tile, nwords, flag, world, whose, RANKS, LANES)
+    totals = ()
+    for j in tl.static_range(_VALUES):
+        words = ()
+        for peer in tl.static_range(RANKS):
+            words = words + (found[peer * _VALUES + j].to(KIND, bitcast=True),)  # noqa: RUF005
+        mine = own[j].to(KIND, bitcast=True)
+        total = reduce_words(mine, words, world, x.dtype.element_ty, OP, RANKS, PAIRS)
+        totals = totals + (total,)  # noqa: RUF005
+    return totals, per_element(come, PAIRS)
 
 
 @triton.jit

@@ -24,14 +24,13 @@ from typing import Any, ClassVar
 from tdx.kernels.all_reduce import bind_one_hop
 from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, elements
+from tdx.kernels.packed import low_latency_elements, packed_bytes
 from tdx.kernels.plan import Plan, check_low_latency, plain_shape
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig, check_types
 from tdx.kernels.select import (
     cheapest,
-    low_latency_elements,
-    packed_bytes,
     shard_block,
     takes_low_latency,
 )

@@ -31,7 +31,13 @@ import tdx.language as tdl
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.packed import VALUES, slot_words, tiles_of
+from tdx.kernels.packed import (
+    VALUES,
+    low_latency_elements,
+    packed_bytes,
+    slot_words,
+    tiles_of,
+)
 from tdx.kernels.plan import Plan, check_low_latency, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
@@ -41,8 +47,6 @@ from tdx.kernels.reduction import (
 )
 from tdx.kernels.select import (
     cheapest,
-    low_latency_elements,
-    packed_bytes,
     shard_block,
     takes_low_latency,
 )

@@ -12,9 +12,9 @@ __all__ = [
     "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "PIECE_BYTES",
     "SCATTERED_BYTES", "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
     "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants",
-    "engines_us", "follows", "gather_algorithm", "gather_chunks", "low_latency_elements",
-    "low_latency_lanes", "movement_algorithm", "packed_bytes", "power_of_two", "push_block",
-    "push_tile", "row_block", "shard_block", "shared_bytes", "takes_low_latency",
+    "engines_us", "follows", "gather_algorithm", "gather_chunks", "movement_algorithm",
+    "power_of_two", "push_block", "push_tile", "row_block", "shard_block", "shared_bytes",
+    "takes_low_latency",
 ]  # fmt: skip
 
 # what words of data and flag are for; of all ranks' blocks slots take 16 / 7 * W times the bytes
@@ -248,25 +248,6 @@ def takes_low_latency(
     """
     small = nbytes <= most and ranks <= LOW_LATENCY_RANKS
     return small and all(kind.itemsize in (2, 4) for kind in kinds)
-
-
-def packed_bytes(nbytes: float) -> float:
-    """Bytes on the wire of data that travels as packed words of data and flag."""
-    return nbytes * 8 / 7
-
-
-def low_latency_lanes(backend: str, nbytes: int) -> tuple[int, int]:
-    """Lanes of a tile of packed words, and warps of a block, for `nbytes` of each rank."""
-    limits = constants(backend)
-    fewest, most = limits.low_latency_lanes
-    lanes = min(most, max(fewest, power_of_two(-(-nbytes // (28 * limits.blocks)))))
-    return lanes, min(MOST_WARPS, max(1, lanes // (64 if backend == "hip" else 32)))
-
-
-def low_latency_elements(backend: str, numel: int, itemsize: int) -> tuple[int, int]:
-    """The same for a reduction: elements of a block of such words, and its warps."""
-    lanes, warps = low_latency_lanes(backend, numel * itemsize)
-    return lanes * (4 // itemsize), warps
 
 
 def shard_block(

@@ -22,15 +22,7 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx import abi
 from tdx.kernels.copying import VECTOR, copy_share, padded
-from tdx.kernels.packed import (
-    VALUES,
-    get_tiles,
-    load_packable,
-    others,
-    per_element,
-    put_tile,
-    reduce_value,
-)
+from tdx.kernels.packed import VALUES, load_packable, put_tile, sum_tile
 from tdx.kernels.reduction import combine, widen
 from tdx.kernels.select import STAGING_BYTES, STEPS_BYTES
 from tdx.language.address import masked_peers
@@ -174,16 +166,12 @@ def sum_of_packed(
 ):  # fmt: skip
     """A tile of the own shard, reduced: its VALUES blocks, and which elements of each are there."""
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
-    own = _tile_of(x, tdl.rank(world), numel, shard, tile, PAIRS, BLOCK)
-    found, come = get_tiles(
-        slots, stride, tile, tl.cdiv(shard, PER_WORD), flag, world, others(world, RANKS), RANKS,
-        BLOCK // PER_WORD,
+    begin = tdl.rank(world) * shard
+    first = begin + tl.cast(tile, tl.int64) * (BLOCK * _VALUES)
+    return sum_tile(
+        x, first, tl.minimum(begin + shard, numel), slots, stride, tile, tl.cdiv(shard, PER_WORD),
+        flag, world, OP, RANKS, PAIRS, BLOCK,
     )  # fmt: skip
-    totals = ()
-    for j in tl.static_range(_VALUES):
-        total = reduce_value(own, found, j, world, x.dtype.element_ty, OP, RANKS, PAIRS)
-        totals = totals + (total,)  # noqa: RUF005 - Triton has no star
-    return totals, per_element(come, PAIRS)
 
 
 @triton.jit

@@ -21,14 +21,15 @@ from triton.language import core
 import tdx
 import tdx.language as tdl
 from tdx.kernels import all_reduce
-from tdx.kernels.copying import VECTOR
-from tdx.kernels.reduction import combine, finish, from_words, to_words, widen
+from tdx.kernels.packed import VALUES, load_packable, others, put_tile
+from tdx.kernels.reduction import finish, reduce_words
 from tdx.language import nvidia
 from tdx.language._intrinsic import intrinsic, unwrap
+from tdx.language.words import _unpacked
 from tdx.runtime import dtypes
 from tdx.tools.timing import slowest
 
-_VECTOR = tl.constexpr(VECTOR)
+_VALUES = tl.constexpr(VALUES)
 _CALLS, _TURNS = 50, 200
 _BOUNDED = (
     f"add.u32 polls, polls, 1; setp.lt.u32 more, polls, {nvidia._SPINS};\n"
@@ -37,61 +38,65 @@ _BOUNDED = (
 
 
 @intrinsic
-def spin_for_ever(base, stride, flag, active, ranks, words, _semantic=None):
-    """As nvidia.spin_ll for 4 bytes of data, without a limit; gives 0 instead of 1 for missing."""
-    ranks = unwrap(ranks)
-    text = nvidia._spin_text(ranks, 1, [f"${ranks + 1 + i}" for i in range(4)])
+def spin_for_ever(base, stride, gap, flag, active, ranks, _semantic=None):
+    """As nvidia.spin_ll for packed words, without a limit; gives 0 instead of 1 for missing."""
+    count = 4 * unwrap(ranks)
+    text = nvidia._spin_text(unwrap(ranks), 4, 56, False, [f"${count + 1 + i}" for i in range(5)])
     assert _BOUNDED in text
     return core.inline_asm_elementwise(
         text.replace(_BOUNDED, "@miss bra POLL;"),
-        ",".join(["=&l"] * ranks + ["=&r", "l", "l", "r", "r"]),
-        [_semantic.to_tensor(unwrap(x)) for x in (base, stride, flag, active)],
-        dtype=(core.int64,) * ranks + (core.int32,),
+        ",".join(["=&l"] * count + ["=&r", "l", "l", "l", "r", "r"]),
+        [_semantic.to_tensor(unwrap(x)) for x in (base, stride, gap, flag, active)],
+        dtype=(core.int64,) * count + (core.int32,),
         is_pure=False,
         pack=1,
         _semantic=_semantic,
     )
 
 
-@triton.jit(do_not_specialize=["numel", "columns", "vectors"])
+@triton.jit(do_not_specialize=["numel", "columns"])
 def unbounded_kernel(
-    x, out, bias, residual, slots, channel, world, numel, columns, vectors,
+    x, out, bias, residual, slots, channel, world, numel, columns,
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """low_latency_kernel of tdx/kernels/all_reduce.py, but for the waiting."""
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
-    WORDS: tl.constexpr = BLOCK // PER_WORD
+    LANES: tl.constexpr = BLOCK // PER_WORD
+    TILE: tl.constexpr = BLOCK * _VALUES
     me = tdl.rank(world)
     flag = tdl.epoch(channel)
-    stride = vectors * _VECTOR
+    tiles = tl.cdiv(numel, TILE)
+    words = tl.cdiv(numel, PER_WORD)
+    stride = tl.cast(tiles, tl.int64) * (4 * LANES)
     base = slots + (flag & 1).to(tl.int64) * RANKS * stride
-    step = tl.num_programs(0) * BLOCK
-    for start in range(tl.program_id(0) * BLOCK, numel, step):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        words = to_words(tl.load(x + offsets, mask=offsets < numel, other=0), PAIRS)
-        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, WORDS)
-        own = base + me * stride + at
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        own = load_packable(x, tl.cast(tile, tl.int64) * TILE, numel, PAIRS, BLOCK)
         for hop in tl.static_range(1, RANKS):
-            tdl.store_ll(own, words, flag, (me + hop) % RANKS, world, at < stride)
-    for start in range(tl.program_id(0) * BLOCK, numel, step):
-        offsets = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
-        mask = offsets < numel
-        at = tl.cast(start, tl.int64) // PER_WORD + tl.arange(0, WORDS)
-        own = to_words(tl.load(x + offsets, mask=mask, other=0), PAIRS)
-        wanted = tl.where(at < stride, ((1 << RANKS) - 1) & ~(1 << me), 0)
-        address = (base + at).to(tl.int64)
-        words = spin_for_ever(address, stride.to(tl.int64) * 8, flag, wanted, RANKS, 1)
-        total = widen(
-            from_words(tl.where(me == 0, own, words[0].to(tl.int32)), x.dtype.element_ty, PAIRS)
-        )
-        for peer in tl.static_range(1, RANKS):
-            value = tl.where(me == peer, own, words[peer].to(tl.int32))
-            total = combine(total, widen(from_words(value, x.dtype.element_ty, PAIRS)), OP)
-        finish(
-            total, out, bias, residual, offsets, mask, columns, tdl.num_ranks(world),
-            OP, HAS_BIAS, HAS_RESIDUAL,
-        )  # fmt: skip
+            peer = (me + hop) % RANKS
+            put_tile(base + me * stride, tile, own, words, flag, peer, world, True, LANES)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        first = tl.cast(tile, tl.int64) * TILE
+        own = load_packable(x, first, numel, PAIRS, BLOCK)
+        lanes = tl.cast(tile, tl.int64) * (LANES * _VALUES) + tl.arange(0, LANES)
+        wanted = tl.where(lanes < words, others(world, RANKS), 0)
+        at = base + tl.cast(tile, tl.int64) * (4 * LANES) + 2 * tl.arange(0, LANES)
+        gap = tl.full((), 16 * LANES, tl.int64)
+        tag = (flag & 0xFF) << 24
+        packed = spin_for_ever(at.to(tl.int64), stride * 8, gap, tag, wanted, RANKS)
+        found = ()
+        for peer in tl.static_range(RANKS):
+            found = found + _unpacked(packed, 4 * peer)
+        for j in tl.static_range(_VALUES):
+            pieces = ()
+            for peer in tl.static_range(RANKS):
+                pieces = pieces + (found[peer * _VALUES + j],)  # noqa: RUF005
+            total = reduce_words(own[j], pieces, world, x.dtype.element_ty, OP, RANKS, PAIRS)
+            place = first + j * BLOCK + tl.arange(0, BLOCK)
+            finish(
+                total, out, bias, residual, place, place < numel, columns, tdl.num_ranks(world),
+                OP, HAS_BIAS, HAS_RESIDUAL,
+            )  # fmt: skip
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from tdx.kernels import all_reduce, all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.operand import byte_units
+from tdx.kernels.packed import low_latency_elements, low_latency_lanes
 from tdx.kernels.scattered_rows import sent_rows
 from tdx.kernels.select import (
     CONSTANTS,
@@ -25,8 +26,6 @@ from tdx.kernels.select import (
     follows,
     gather_algorithm,
     gather_chunks,
-    low_latency_elements,
-    low_latency_lanes,
     movement_algorithm,
     power_of_two,
     push_block,
