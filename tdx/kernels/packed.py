@@ -61,7 +61,7 @@ def low_latency_lanes(backend: str, nbytes: int) -> tuple[int, int]:
 def low_latency_elements(backend: str, numel: int, itemsize: int) -> tuple[int, int]:
     """The same for a reduction: elements of a block of such words, and its warps."""
     lanes, warps = low_latency_lanes(backend, numel * itemsize)
-    return lanes * (4 // itemsize), warps
+    return max(2, lanes * 4 // itemsize), warps  # wider types are refused by who asks
 
 
 @triton.jit
