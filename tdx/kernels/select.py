@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 __all__ = [
-    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT",
-    "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
-    "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants",
-    "engines_us", "follows", "gather_algorithm", "gather_chunks", "low_latency_elements",
-    "low_latency_words", "movement_algorithm", "power_of_two", "push_block", "push_tile",
-    "row_block", "row_words", "shard_block", "shared_bytes", "takes_low_latency",
+    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "STAGING_BYTES",
+    "STEPS_BYTES", "Movement", "block_bytes", "block_elements", "broadcast_algorithm",
+    "broadcast_round_bytes", "cheapest", "constants", "engines_us", "follows", "gather_algorithm",
+    "gather_chunks", "low_latency_elements", "low_latency_words", "movement_algorithm",
+    "power_of_two", "push_block", "push_tile", "row_block", "row_words", "shard_block",
+    "shared_bytes", "takes_low_latency",
 ]  # fmt: skip
 
 # what words of data and flag are for; of all ranks' blocks slots take 4 * W times the bytes
@@ -272,10 +272,7 @@ def shard_block(
 def row_block(
     backend: str, columns: int, itemsize: int, ranks: int, whole: bool = False
 ) -> tuple[int, int]:
-    """Elements of a row that a block handles at a time, and its warps.
-
-    `whole`: the rows do not go in steps.
-    """
+    """Elements of a row that a block handles at a time, and its warps. `whole`: in one step."""
     row = max(8, power_of_two(columns))
     if backend == "host":
         return row, 8
@@ -286,9 +283,7 @@ def row_block(
     return min(row, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
 
 
-def row_words(
-    backend: str, rows: int, columns: int, itemsize: int, ranks: int
-) -> tuple[int, int]:
+def row_words(backend: str, rows: int, columns: int, itemsize: int, ranks: int) -> tuple[int, int]:
     """The same where data and flag share words, and blocks share rows; `columns`: of one rank.
 
     As few as leave a block for each of all rows' pieces, of a word for each thread, or two.
@@ -296,11 +291,9 @@ def row_words(
     row, limits = max(8, power_of_two(columns)), constants(backend)
     if backend == "host":
         return row, 8
-    # a thread has the words of all ranks in its registers, twice
-    most = 1024 if ranks <= 4 else 512 if ranks <= 8 else 256
-    fair = -(-rows * columns * itemsize // limits.blocks)
-    words = power_of_two(-(-max(limits.low_latency_bytes_per_block, fair) // 4))
-    words = min(words, 2 * most, row * itemsize // 4)
+    most = 1024 if ranks <= 2 else 512 if ranks <= 8 else 256  # with all ranks' words in registers
+    fair = max(limits.low_latency_bytes_per_block, -(-rows * columns * itemsize // limits.blocks))
+    words = min(power_of_two(-(-fair // 4)), 2 * most, row * itemsize // 4)
     threads = max(128, words if words <= 256 else words // 2)
     return words * 4 // itemsize, threads // (64 if backend == "hip" else 32)
 

@@ -215,15 +215,15 @@ CASES = {
     "words-norm-bf16": _norm_words("low_latency", "bfloat16", 1),
     "words-norm-many-bf16": _norm_words("low_latency", "bfloat16", 64),
     "words-norm-2-bf16": _norm_words("low_latency", "bfloat16", 64, ranks=2),
-    "words-norm-fp32-8": _norm_words("low_latency", "float32", 16, 4096, 8),
+    "words-norm-fp32-8": _norm_words("low_latency", "float32", 64, 4096, 8),
     "words-norm-16-bf16": _norm_words("low_latency", "bfloat16", 16, ranks=16),
-    "words-norm-pieces": _norm_words("low_latency", "bfloat16", 64, 5001, PIECES=2),
+    "words-norm-pieces": _norm_words("low_latency", "float32", 1, 65001, 16, PIECES=2),
     "words-norm-two_shot-bf16": _norm_words("low_latency_two_shot", "bfloat16", 16),
     "words-norm-two_shot-many": _norm_words("low_latency_two_shot", "bfloat16", 64),
     "words-norm-two_shot-2": _norm_words("low_latency_two_shot", "bfloat16", 64, ranks=2),
     "words-norm-two_shot-8": _norm_words("low_latency_two_shot", "float32", 64, ranks=8),
     "words-norm-two_shot-pieces": _norm_words(
-        "low_latency_two_shot", "bfloat16", 64, 5001, PIECES=2
+        "low_latency_two_shot", "float32", 8, 5001, PIECES=2
     ),
     "pull": _pull(),
     "pull-odd": _pull("*i8", 1),
@@ -304,7 +304,8 @@ def product_job(kernel: str, dtype: str, target: str, **chosen) -> Job:
 
 
 def _job(kernel: str, types, constants, options, target: str) -> Job:
-    if target in AMD and options["num_warps"] == 16:
-        options = {**options, "num_warps": 8}  # as many threads: waves are twice as wide
+    if target in AMD and options["num_warps"] >= 16:
+        # as many threads: waves are twice as wide
+        options = {**options, "num_warps": options["num_warps"] // 2}
     module, name = kernel.split(".")
     return Job(f"tdx.kernels.{module}", name, types, constants, target, options)
