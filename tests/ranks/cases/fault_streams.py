@@ -201,10 +201,10 @@ def plan_of(world, name):
     if name in ("one_shot", "low_latency"):
         plan = tdx.AllReduce(world, 12, "float32", algorithm=name)
         return plan, (x,)
-    if name.startswith("norm-"):  # by words several blocks share the row
-        x = world.zeros(120, "float32")
-        config = NormConfig(name.removeprefix("norm-"), 16, blocks=8)
-        return tdx.AllReduceRmsNorm(world, 120, "float32", config=config), (x, x)
+    if name.startswith("norm-"):  # by words two blocks share the row
+        way, x = name.removeprefix("norm-"), world.zeros(100, "float32")
+        config = NormConfig(way, 32 if way.endswith("two_shot") else 64, blocks=2)
+        return tdx.AllReduceRmsNorm(world, 100, "float32", config=config), (x, x)
     a, b = world.zeros((12, 8), "float32"), world.zeros((8, 4), "float32")
     shapes = (a.shape, b.shape, "float32")
     if name in ("fused", "one_kernel", "unfused"):
