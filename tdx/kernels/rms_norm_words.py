@@ -35,6 +35,7 @@ from tdx.kernels.reduction import ReductionConfig, from_words, reduce_words, to_
 from tdx.kernels.rms_norm_kernels import norm_scale
 from tdx.kernels.select import power_of_two
 from tdx.kernels.tile_product import known
+from tdx.language._intrinsic import program_threads
 from tdx.language.signal import program_barrier
 from tdx.runtime.driver.base import Bound
 
@@ -127,8 +128,11 @@ def _normalise_span(
     """
     HELD: tl.constexpr = len(row) > 0
     total = tl.sum(squared)
-    if LANES > 1:
-        tdl.store_ll(words + part, total, flag, tdl.rank(world), world, when)
+    if LANES > 1:  # a store of each thread would keep others from the line that they poll
+        THREADS: tl.constexpr = program_threads()
+        thread = tl.arange(0, THREADS)
+        to = words + part + 0 * thread
+        tdl.store_ll(to, total, flag, tdl.rank(world), world, (thread == 0) & when)
     if HELD and HAS_RESIDUAL:  # while the other sums are on their way
         for i in tl.static_range(COUNT):
             at, mask = _columns(first + i * step, step, columns, BLOCK)
