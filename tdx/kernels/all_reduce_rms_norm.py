@@ -2,16 +2,21 @@
 
     y = h / sqrt(mean(h ** 2) + eps) * weight, over the last axis, on every rank
 
-A row is handled by one block, so that its mean needs no other. W ranks, S bytes each:
+W ranks, S bytes each:
 
-one_shot     Each rank copies x into a symmetric slot, all meet block by block, and each reads the
-             rows of all ranks and normalises all of them. (W - 1) * S bytes in, one hop and one
-             meeting; two slots in turn (see all_reduce.py).
-low_latency  The same by pushed words of data and flag: 2 * (W - 1) * S bytes out, no meeting. Up
-             to 16 ranks and 4 MiB.
-two_shot     Rank r adds the rows of shard r and pushes h to all, who normalise all rows:
-             2 * (W - 1) / W * S bytes out, two hops, as many bytes as the all-reduce alone. Pushes,
-             steps and slots as shards.py has them where ranks work ahead.
+one_shot              Each rank copies x into a symmetric slot, all meet block by block, and each
+                      reads the rows of all ranks and normalises all of them. (W - 1) * S bytes in,
+                      one hop and one meeting; two slots in turn (see all_reduce.py).
+low_latency           The same by pushed words of data and flag: 2 * (W - 1) * S bytes out, no
+                      meeting. Up to 16 ranks and 4 MiB.
+two_shot              Rank r adds the rows of shard r and pushes h to all, who normalise all rows:
+                      2 * (W - 1) / W * S bytes out, two hops, as many bytes as the all-reduce
+                      alone. Pushes, steps and slots as shards.py has them where ranks work ahead.
+low_latency_two_shot  The same by words of data and flag, but that each rank adds its columns of all
+                      rows: twice the bytes, no signals. Limits as above.
+
+A row is one block's, so that its mean needs no other; but with words, where all wait for what is on
+its way, several blocks share one (see rms_norm_words.py).
 
 h is accumulated in float32 from rank 0 upwards, then bias, then residual, and rounded once to the
 type of x: its bits are those of all_reduce(x, bias=, residual=). The norm is that of the rounded h,
@@ -37,13 +42,14 @@ from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig, check_added
 from tdx.kernels.results import Results
-from tdx.kernels.rms_norm_kernels import low_latency_kernel, one_shot_kernel, two_shot_kernel
+from tdx.kernels.rms_norm_kernels import one_shot_kernel, two_shot_kernel
+from tdx.kernels.rms_norm_words import bind_words, word_bytes
 from tdx.kernels.select import (
-    PIECE_BYTES,
     STAGING_BYTES,
     cheapest,
     constants,
     row_block,
+    row_words,
     takes_low_latency,
 )
 from tdx.kernels.shards import fewest_steps
@@ -64,10 +70,13 @@ _MOST_COLUMNS = 1 << 16  # a block holds a row in its registers
 class Config(ReductionConfig):
     """How it runs: see tdx.kernels.reduction.ReductionConfig. Pins the bits of the norm.
 
-    `algorithm` is "low_latency", "one_shot" or "two_shot"; `block` counts elements of a row.
+    `algorithm` is one of `algorithms`; `block` counts elements of a row, in "low_latency_two_shot"
+    those that one rank reduces.
     """
 
-    algorithms: ClassVar[tuple[str, ...]] = ("low_latency", "one_shot", "two_shot")
+    algorithms: ClassVar[tuple[str, ...]] = (
+        "low_latency", "low_latency_two_shot", "one_shot", "two_shot",
+    )  # fmt: skip
 
 
 class AllReduceRmsNorm(Plan):
@@ -82,7 +91,7 @@ class AllReduceRmsNorm(Plan):
         Whether calls pass a vector of N elements, an array of the input's shape. Default: False.
     eps : float
         Finite and >= 0.
-    algorithm : {"low_latency", "one_shot", "two_shot"}, optional
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
     config : Config, optional
         Overrides the choice altogether.
     team : Team, optional
@@ -121,9 +130,11 @@ class AllReduceRmsNorm(Plan):
             self.config = config or choose(
                 world.backend, self._rows, self._columns, self.dtype, size, algorithm
             )
-            if self.config.algorithm == "low_latency":
-                nbytes = _word_bytes(self._rows, self._columns, self.dtype)
-                check_low_latency(self.operation, nbytes, size, (self.dtype,))
+            way = self.config.algorithm
+            if way.startswith("low_latency"):
+                shares = size if way.endswith("two_shot") else 1
+                nbytes = word_bytes(self._rows, self._columns, self.dtype, shares)
+                check_low_latency(self.operation, nbytes, size, (self.dtype,), way)
             self.result, self._residuals = (self.shape, self.dtype), Results()
             shared.update(
                 shape=self.shape, dtype=self.dtype, bias=bias, residual=residual, eps=eps,
@@ -155,7 +166,12 @@ class AllReduceRmsNorm(Plan):
         """Workspaces and the kernel."""
         config, ranks, kind = self.config, self.group.size, self.dtype
         rows, columns = self._rows, self._columns
-        special: dict[str, Any] = {}
+        named: dict[str, Any] = {
+            "EPS": eps, "HAS_BIAS": self._has_bias, "HAS_RESIDUAL": self._has_residual,
+            "RANKS": ranks, "EVEN": columns % 16 == 0,
+        }  # fmt: skip
+        if config.algorithm.startswith("low_latency"):
+            return bind_words(self, config, rows, columns, kind, named)
         slots: tuple[Any, ...]
         sizes: tuple[int, ...]
         kernel: Any
@@ -163,16 +179,11 @@ class AllReduceRmsNorm(Plan):
         if config.algorithm == "one_shot":
             kernel, sizes = one_shot_kernel, (padded(rows * columns),)
             slots = (self.workspace("slots", (2 * sizes[0] * VECTOR,), kind),)
-        elif config.algorithm == "low_latency":
-            kernel, sizes = low_latency_kernel, (_row_vectors(columns, kind),)
-            words = 2 * ranks * rows * sizes[0] * VECTOR
-            slots = (self.workspace("slots", (words,), np.int64),)
-            special["PAIRS"] = kind.itemsize == 2
         else:
             kernel, sizes = two_shot_kernel, self._steps()
             _, tasks, steps = sizes
-            special["SLOTS"] = 2 if steps == 1 else 4  # see shards.py
-            places = (special["SLOTS"] * ranks * tasks * columns,)
+            named["SLOTS"] = 2 if steps == 1 else 4  # see shards.py
+            places = (named["SLOTS"] * ranks * tasks * columns,)
             slots = tuple(self.workspace(name, places, kind) for name in ("shards", "results"))
         blocks = self.blocks_for(tasks, config.blocks)
         if config.algorithm == "two_shot":
@@ -180,9 +191,8 @@ class AllReduceRmsNorm(Plan):
             slots += (self.workspace("signals", (words,), np.int32, steps=sizes[-1]),)
         return self.bind(
             kernel, blocks, (kind,) * 6, *slots, self.channel(blocks), self.group.handle,
-            rows, columns, *sizes, EPS=eps, HAS_BIAS=self._has_bias,
-            HAS_RESIDUAL=self._has_residual, RANKS=ranks, PIECES=-(-columns // config.block),
-            EVEN=columns % 16 == 0, BLOCK=config.block, num_warps=config.num_warps, **special,
+            rows, columns, *sizes, **named, PIECES=-(-columns // config.block),
+            BLOCK=config.block, num_warps=config.num_warps,
             enable_fp_fusion=False,  # a contracted product and sum would round once less
         )  # fmt: skip
 
@@ -260,16 +270,6 @@ class AllReduceRmsNorm(Plan):
         return handle, (op, to, kept, scale, vector, whole)
 
 
-def _row_vectors(columns: int, dtype: np.dtype) -> int:
-    """Words of a row, in units of VECTOR."""
-    return padded(-(-columns * dtype.itemsize // 4))
-
-
-def _word_bytes(rows: int, columns: int, dtype: np.dtype) -> int:
-    """Bytes of data that the words of all rows hold."""
-    return 4 * rows * _row_vectors(columns, dtype) * VECTOR
-
-
 def _slot_bytes(rows: int, columns: int, dtype: np.dtype, ranks: int) -> int:
     """Bytes of a slot of two_shot that takes all rows at once: shards and results."""
     return 2 * ranks * -(-rows // ranks) * columns * dtype.itemsize
@@ -279,21 +279,24 @@ def choose(
     backend: str, rows: int, columns: int, dtype: np.dtype, ranks: int, algorithm: str | None = None
 ) -> Config:
     """The algorithm, unless given, and its tile."""
+    itemsize, peers = dtype.itemsize, ranks - 1
     if algorithm is None:
-        whole = rows * columns * dtype.itemsize
-        sent = {"norm_two_shot": 2 * (ranks - 1) * whole / ranks}
+        whole = rows * columns * itemsize
+        sent = {"norm_two_shot": 2 * peers * whole / ranks}
         if 2 * whole <= STAGING_BYTES:
-            sent["norm_one_shot"] = (ranks - 1) * whole
-        words = _word_bytes(rows, columns, dtype)
+            sent["norm_one_shot"] = peers * whole
+        words, shared = (word_bytes(rows, columns, dtype, shares) for shares in (1, ranks))
         if ranks > 1 and takes_low_latency(words, ranks, (dtype,)):
-            sent["norm_low_latency"] = 2 * (ranks - 1) * words
-        block, _ = row_block(backend, columns, dtype.itemsize, ranks, words=True)
-        pieces = -(-columns * dtype.itemsize // min(block * dtype.itemsize, PIECE_BYTES))
-        algorithm = cheapest(backend, sent, ranks, pieces).removeprefix("norm_")
-    block, warps = row_block(
-        backend, columns, dtype.itemsize, ranks, words=algorithm == "low_latency",
-        whole=fewest_steps(_slot_bytes(rows, columns, dtype, ranks)) == 1,
-    )  # fmt: skip
+            sent["norm_low_latency"] = 2 * peers * words
+        if ranks > 1 and takes_low_latency(shared, ranks, (dtype,)):
+            sent["norm_low_latency_two_shot"] = 4 * peers * shared / ranks
+        algorithm = cheapest(backend, sent, ranks).removeprefix("norm_")
+    if algorithm.startswith("low_latency"):
+        shares = ranks if algorithm.endswith("two_shot") else 1
+        block, warps = row_words(backend, rows, -(-columns // shares), itemsize, ranks)
+    else:
+        whole_shards = fewest_steps(_slot_bytes(rows, columns, dtype, ranks)) == 1
+        block, warps = row_block(backend, columns, itemsize, ranks, whole_shards)
     return Config(algorithm, block, warps, blocks=constants(backend).blocks)
 
 
@@ -325,7 +328,7 @@ def all_reduce_rms_norm(
     eps : float
     out, residual_out : arrays, optional
         Where the results go; each may be `x` or `residual`, residual_out only with a residual.
-    algorithm : {"low_latency", "one_shot", "two_shot"}, optional
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
     team, stream : optional
         As in all_reduce.
 

@@ -1,4 +1,6 @@
-"""The kernels of all_reduce_rms_norm.py, which describes their algorithms."""
+"""The kernels of all_reduce_rms_norm.py, which describes their algorithms; see also
+rms_norm_words.py.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,14 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copying import VECTOR, copy_share
-from tdx.kernels.reduction import join_words, part_words, reduce_words, to_words
 from tdx.kernels.shards import notify_ranks, part_length, sum_of_ranks
 from tdx.kernels.tile_product import known
 from tdx.language.signal import program_barrier
-from tdx.language.words import load_words_all, pair_words
 
-__all__ = ["low_latency_kernel", "one_shot_kernel", "two_shot_kernel"]
+__all__ = ["norm_scale", "one_shot_kernel", "two_shot_kernel"]
 
 _VECTOR = tl.constexpr(VECTOR)
-_SIZES = ["rows", "columns", "slot_vectors", "row_vectors", "shard", "step", "steps"]
+_SIZES = ["rows", "columns", "slot_vectors", "shard", "step", "steps"]
 
 
 @triton.jit
@@ -51,6 +51,13 @@ def _load_row(source, columns, when, PIECES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def norm_scale(squares, columns, EPS: tl.constexpr):
+    """What to multiply a row by, of which `squares` is the sum."""
+    mean = tl.div_rn(squares, columns.to(tl.float32))
+    return tl.div_rn(1.0, tl.sqrt_rn(mean + EPS))
+
+
+@triton.jit
 def _normalise(
     row, factors, out, kept, weight, columns, when,
     EPS: tl.constexpr, KEEP: tl.constexpr, EARLY: tl.constexpr, PIECES: tl.constexpr,
@@ -64,8 +71,7 @@ def _normalise(
     for piece in tl.static_range(PIECES):
         value = row[piece].to(tl.float32)
         squares += value * value
-    mean = tl.div_rn(tl.sum(squares), columns.to(tl.float32))
-    scale = tl.div_rn(1.0, tl.sqrt_rn(mean + EPS))
+    scale = norm_scale(tl.sum(squares), columns, EPS)
     for piece in tl.static_range(PIECES):
         at = piece * BLOCK + tl.arange(0, BLOCK)
         mask = (at < columns) & when
@@ -114,114 +120,6 @@ def one_shot_kernel(
                 row, factors, out + begin, kept + begin, weight, columns, True,
                 EPS, HAS_RESIDUAL, PIECES == 1, PIECES, BLOCK,
             )  # fmt: skip
-
-
-@triton.jit
-def _sum_words(
-    x, whole, bias, slot, stride, flag, world, piece, columns, row_words,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """h of a piece of a row, and of each element whether it has come.
-
-    `whole` is its piece of the residual, which is far away. Those of x, which was just read, and
-    bias would take too many registers until the words are there.
-    """
-    GROUPS: tl.constexpr = BLOCK // (2 * COUNT) if PAIRS else BLOCK // COUNT
-    KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
-    place = (piece * GROUPS + tl.arange(0, GROUPS)) * COUNT
-    parts, come = load_words_all(slot + place, stride, flag, world, RANKS, place < row_words, COUNT)
-    words = ()
-    for peer in tl.static_range(RANKS):
-        each = join_words(parts, peer * COUNT, COUNT)
-        words = words + (each.to(KIND, bitcast=True),)  # noqa: RUF005 - Triton has no star
-    arrived = tl.interleave(come, come)
-    if COUNT == 4:
-        arrived = tl.interleave(arrived, arrived)
-    if PAIRS:
-        arrived = tl.interleave(arrived, arrived)
-    at = piece * BLOCK + tl.arange(0, BLOCK)
-    inside = at < columns
-    own = to_words(tl.load(x + at, mask=inside, other=0), PAIRS)
-    total = reduce_words(own, words, world, x.dtype.element_ty, "sum", RANKS, PAIRS)
-    if HAS_BIAS:
-        total = total + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        total = total + whole.to(tl.float32)
-    return tl.where(inside, total, 0.0).to(x.dtype.element_ty), arrived | (at >= columns)
-
-
-@triton.jit(do_not_specialize=_SIZES)
-def low_latency_kernel(
-    x, out, kept, weight, bias, residual, slots, channel, world, rows, columns, row_vectors,
-    EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
-    PIECES: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Push the own rows to everybody as words with flags; reduce and normalise what arrives.
-
-    A row takes VECTOR * row_vectors words, of which a thread has COUNT together. PAIRS: two
-    elements share a word.
-    """
-    columns = known(columns, EVEN)
-    COUNT: tl.constexpr = 4 if RANKS <= 8 else 2  # as row_block has it
-    GROUPS: tl.constexpr = BLOCK // (2 * COUNT) if PAIRS else BLOCK // COUNT
-    FEW: tl.constexpr = PIECES <= 2  # a row stays in registers
-    me = tdl.rank(world)
-    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
-    flag = tdl.epoch(channel)
-    row_words = tl.cast(row_vectors, tl.int64) * _VECTOR
-    stride = rows * row_words
-    slot = slots + (flag & 1) * RANKS * stride
-    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
-        for piece in range(PIECES):
-            at = piece * BLOCK + tl.arange(0, BLOCK)
-            begin = tl.cast(index, tl.int64) * columns
-            words = to_words(tl.load(x + begin + at, mask=at < columns, other=0), PAIRS)
-            parts = part_words(words, COUNT)
-            place = (piece * GROUPS + tl.arange(0, GROUPS)) * COUNT
-            to = slot + me * stride + index * row_words + place
-            for hop in tl.static_range(1, RANKS):
-                sent = (place < row_words) & sound
-                for i in tl.static_range(0, COUNT, 2):
-                    two = pair_words(parts[i], parts[i + 1])
-                    tdl.store_ll(to + i, two, flag, (me + hop) % RANKS, world, sent)
-    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
-        begin = tl.cast(index, tl.int64) * columns
-        source = slot + index * row_words
-        there = tl.full((BLOCK,), 1, tl.int1)
-        row, factors = (), ()
-        if FEW:  # what is far away is loaded while the words are on their way
-            factors = _load_row(weight, columns, True, PIECES, BLOCK)
-            whole = factors  # stands in for what there is not
-            if HAS_RESIDUAL:
-                whole = _load_row(residual + begin, columns, True, PIECES, BLOCK)
-            for piece in tl.static_range(PIECES):
-                h, arrived = _sum_words(
-                    x + begin, whole[piece], bias, source, stride, flag, world, piece,
-                    columns, row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, COUNT, BLOCK,
-                )  # fmt: skip
-                there = there & arrived
-                row = row + (h,)  # noqa: RUF005
-        else:
-            sums = kept if HAS_RESIDUAL else out  # where h is until its norm is known
-            for piece in range(PIECES):
-                at = piece * BLOCK + tl.arange(0, BLOCK)
-                mask = at < columns
-                whole = 0.0
-                if HAS_RESIDUAL:
-                    whole = tl.load(residual + begin + at, mask=mask, other=0.0)
-                h, arrived = _sum_words(
-                    x + begin, whole, bias, source, stride, flag, world, piece, columns,
-                    row_words, HAS_BIAS, HAS_RESIDUAL, RANKS, PAIRS, COUNT, BLOCK,
-                )  # fmt: skip
-                there = there & arrived
-                tl.store(sums + begin + at, h, mask=mask & there)
-            program_barrier()  # what is read now was stored by other threads
-            row = _load_row(sums + begin, columns, True, PIECES, BLOCK)
-        _normalise(
-            row, factors, out + begin, kept + begin, weight, columns, there,
-            EPS, HAS_RESIDUAL and FEW, FEW, PIECES, BLOCK,
-        )  # fmt: skip
 
 
 @triton.jit

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 __all__ = [
-    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "PIECE_BYTES",
-    "SCATTERED_BYTES", "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
-    "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants",
-    "engines_us", "follows", "gather_algorithm", "gather_chunks", "movement_algorithm",
-    "power_of_two", "push_block", "push_tile", "row_block", "shard_block", "shared_bytes",
+    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "SCATTERED_BYTES",
+    "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
+    "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants", "engines_us",
+    "follows", "gather_algorithm", "gather_chunks", "movement_algorithm", "power_of_two",
+    "push_block", "push_tile", "row_block", "row_words", "shard_block", "shared_bytes",
     "takes_low_latency",
 ]  # fmt: skip
 
@@ -124,17 +124,15 @@ def shared_bytes(arch: str) -> int:
 
 STAGING_BYTES = 64 << 20  # most memory of a plan for slots that large arrays pass through
 STEPS_BYTES = 128 << 20  # the same where shards do so in several steps
-PIECE_BYTES = 8 << 10  # of a row with flags: a block that takes twice that waits as long as twice
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of a reduction, for each peer, and for each piece of a row but the first."""
+    """Microseconds of a reduction, and for each peer."""
 
     us: float
     bytes_per_us: float
     peer_us: float = 0
-    piece_us: float = 0
 
 
 # Of 2 and 4 x H100 and H200 with NVLink (18 links) in a graph, bfloat16; of 4 ranks on 2 cores.
@@ -144,7 +142,8 @@ _H200 = {
     "one_shot": Cost(6.7, 350e3),
     "two_shot": Cost(5.8, 360e3, 1.2),
     "push": Cost(4.6, 350e3, 0.7),
-    "norm_low_latency": Cost(2.35, 334e3, 2.1, 4.1),
+    "norm_low_latency": Cost(3.9, 290e3),
+    "norm_low_latency_two_shot": Cost(4.7, 320e3),
     "norm_one_shot": Cost(5.25, 295e3, 0.85),
     "norm_two_shot": Cost(7.7, 316e3, 1.2),
 }
@@ -154,22 +153,18 @@ COSTS: dict[str, dict[str, Cost]] = {
     "host": {
         "low_latency": Cost(4e3, 50), "low_latency_two_shot": Cost(9e3, 50),
         "one_shot": Cost(3e3, 100), "two_shot": Cost(9e3, 100), "push": Cost(4e3, 100),
-        "norm_low_latency": Cost(4e3, 50), "norm_one_shot": Cost(3e3, 100),
-        "norm_two_shot": Cost(9e3, 100),
+        "norm_low_latency": Cost(4e3, 50), "norm_low_latency_two_shot": Cost(9e3, 50),
+        "norm_one_shot": Cost(3e3, 100), "norm_two_shot": Cost(9e3, 100),
     },
 }  # fmt: skip
 
 
-def cheapest(backend: str, sent: Mapping[str, float], ranks: int, pieces: int = 1) -> str:
-    """The algorithm that takes least time, of those for which `sent` has the bytes a rank sends.
-
-    `pieces`: of a row, where data and flag share words.
-    """
+def cheapest(backend: str, sent: Mapping[str, float], ranks: int) -> str:
+    """The algorithm that takes least time, of those for which `sent` has the bytes a rank sends."""
 
     def us(name: str) -> float:
         cost = COSTS[backend][name]
-        more = cost.peer_us * (ranks - 1) + cost.piece_us * (pieces - 1)
-        return cost.us + more + sent[name] / cost.bytes_per_us
+        return cost.us + cost.peer_us * (ranks - 1) + sent[name] / cost.bytes_per_us
 
     return min(sent, key=us)
 
@@ -273,26 +268,32 @@ def shard_block(
 
 
 def row_block(
-    backend: str, columns: int, itemsize: int, ranks: int, words: bool, whole: bool = False
+    backend: str, columns: int, itemsize: int, ranks: int, whole: bool = False
 ) -> tuple[int, int]:
-    """Elements of a row that a block handles at a time, and its warps; `words`: with flags.
-
-    `whole`: the rows do not go in steps.
-    """
+    """Elements of a row that a block handles at a time, and its warps. `whole`: in one step."""
     row = max(8, power_of_two(columns))
     if backend == "host":
         return row, 8
-    wave = 64 if backend == "hip" else 32
-    # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes, or what it
-    # polls at once of words with flags
-    if words:
-        threads = 1024 if ranks <= 2 else 512 if ranks <= 4 else 256
-        threads = min(threads, max(128, row * itemsize // 16))
-        return min(row, threads * (16 if ranks <= 8 else 8) // itemsize), threads // wave
+    # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes
     few = whole and ranks <= 2  # fewer threads, which meet for each row, are faster
     threads = 256 if few or columns * itemsize <= 4 << 10 else 512
     piece = (64 if few else 32) // (1 if ranks <= 4 else 2)
-    return min(row, threads * piece // itemsize), threads // wave
+    return min(row, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
+
+
+def row_words(backend: str, rows: int, columns: int, itemsize: int, ranks: int) -> tuple[int, int]:
+    """The same where data and flag share words, and blocks share rows; `columns`: of one rank.
+
+    As few as leave a block for each of all rows' pieces, of a word for each thread, or two.
+    """
+    row, limits = max(8, power_of_two(columns)), constants(backend)
+    if backend == "host":
+        return row, 8
+    most = 1024 if ranks <= 2 else 512 if ranks <= 8 else 256  # with all ranks' words in registers
+    fair = max(1 << 10, -(-rows * columns * itemsize // limits.blocks))
+    words = min(power_of_two(-(-fair // 4)), 2 * most, row * itemsize // 4)
+    threads = max(128, words if words <= 256 else words // 2)
+    return words * 4 // itemsize, threads // (64 if backend == "hip" else 32)
 
 
 def block_bytes(backend: str, nbytes: int) -> int:

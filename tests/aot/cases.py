@@ -59,25 +59,45 @@ def _norm(algorithm: str, dtype: str, columns: int = 8192, ranks: int = 4, **cho
     """A kernel of rms_norm_kernels.py as select.py would have it for rows of `columns`."""
     from tdx.kernels.select import row_block
 
-    pointer, size = POINTER[dtype], 2 if dtype == "bfloat16" else 4
-    words = algorithm == "low_latency"
-    block, warps = row_block("cuda", columns, size, ranks, words, chosen.get("SLOTS") == 2)
+    size = 2 if dtype == "bfloat16" else 4
+    block, warps = row_block("cuda", columns, size, ranks, chosen.get("SLOTS") == 2)
+    values = {"SLOTS": 4, "PIECES": -(-columns // block), "BLOCK": block, **chosen}
+    return _norm_call(f"rms_norm_kernels.{algorithm}", dtype, columns, ranks, warps, values)
+
+
+def _norm_words(
+    algorithm: str, dtype: str, rows: int, columns: int = 8192, ranks: int = 4, **chosen
+):
+    """The same for rms_norm_words.py and so many rows."""
+    from tdx.kernels.select import power_of_two, row_words
+
+    size, shares = 2 if dtype == "bfloat16" else 4, ranks if algorithm.endswith("two_shot") else 1
+    block, warps = row_words("cuda", rows, -(-columns // shares), size, ranks)
+    lanes = power_of_two(-(-columns // (block * shares)))
     values = {
-        "EPS": 1e-6, "HAS_BIAS": True, "HAS_RESIDUAL": True, "RANKS": ranks, "SLOTS": 4,
-        "PIECES": -(-columns // block), "PAIRS": size == 2, "EVEN": columns % 16 == 0,
+        "PIECES": 1, "LANES": lanes, "PAIRS": size == 2, "WIDE": block * size // 4 > 32 * warps,
         "BLOCK": block, **chosen,
     }  # fmt: skip
+    return _norm_call(f"rms_norm_words.{algorithm}", dtype, columns, ranks, warps, values)
+
+
+def _norm_call(kernel: str, dtype: str, columns: int, ranks: int, warps: int, chosen):
+    values = {
+        "EPS": 1e-6, "HAS_BIAS": True, "HAS_RESIDUAL": True, "RANKS": ranks,
+        "EVEN": columns % 16 == 0, **chosen,
+    }  # fmt: skip
+    pointer = POINTER[dtype]
     names = ("x", "out", "kept", "weight", "bias", "residual", "staging", "results")
     types = {
-        **dict.fromkeys(names, pointer), "slots": "*i64" if words else pointer,
-        "signals": "*i32", "channel": "channel", "world": "world",
+        **dict.fromkeys(names, pointer), "slots": "*i64" if "words" in kernel else pointer,
+        "squares": "*i64", "signals": "*i32", "channel": "channel", "world": "world",
         **dict.fromkeys(
-            ("rows", "columns", "slot_vectors", "row_vectors", "shard", "step", "steps"), "i32"
+            ("rows", "columns", "slot_vectors", "row_vectors", "share_vectors", "parts", "shard",
+             "step", "steps"), "i32"
         ),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
-    kernel = f"rms_norm_kernels.{algorithm}_kernel"
-    return kernel, types, values, {**NO_FUSION, "num_warps": warps}
+    return f"{kernel}_kernel", types, values, {**NO_FUSION, "num_warps": warps}
 
 
 def _pull(word: str = "*i64", unit: int = 16):
@@ -198,11 +218,19 @@ CASES = {
     "norm-two_shot": _norm("two_shot", "bfloat16", SLOTS=2),
     "norm-two_shot-2": _norm("two_shot", "bfloat16", ranks=2, SLOTS=2),
     "norm-two_shot-8": _norm("two_shot", "bfloat16", ranks=8),
-    "words-norm-bf16": _norm("low_latency", "bfloat16"),
-    "words-norm-fp32": _norm("low_latency", "float32", 4096, 8),
-    "words-norm-2-bf16": _norm("low_latency", "bfloat16", 8192, 2),
-    "words-norm-many-bf16": _norm("low_latency", "bfloat16", 32768, 4),
-    "words-norm-16-bf16": _norm("low_latency", "bfloat16", 8192, 16),
+    "words-norm-bf16": _norm_words("low_latency", "bfloat16", 1),
+    "words-norm-many-bf16": _norm_words("low_latency", "bfloat16", 64),
+    "words-norm-2-bf16": _norm_words("low_latency", "bfloat16", 64, ranks=2),
+    "words-norm-fp32-8": _norm_words("low_latency", "float32", 64, 4096, 8),
+    "words-norm-16-bf16": _norm_words("low_latency", "bfloat16", 16, ranks=16),
+    "words-norm-pieces": _norm_words("low_latency", "float32", 1, 65001, 16, PIECES=2),
+    "words-norm-two_shot-bf16": _norm_words("low_latency_two_shot", "bfloat16", 16),
+    "words-norm-two_shot-many": _norm_words("low_latency_two_shot", "bfloat16", 64),
+    "words-norm-two_shot-2": _norm_words("low_latency_two_shot", "bfloat16", 64, ranks=2),
+    "words-norm-two_shot-8": _norm_words("low_latency_two_shot", "float32", 64, ranks=8),
+    "words-norm-two_shot-pieces": _norm_words(
+        "low_latency_two_shot", "float32", 8, 5001, PIECES=2
+    ),
     "pull": _pull(),
     "pull-odd": _pull("*i8", 1),
     "push": _push(),
@@ -282,7 +310,8 @@ def product_job(kernel: str, dtype: str, target: str, **chosen) -> Job:
 
 
 def _job(kernel: str, types, constants, options, target: str) -> Job:
-    if target in AMD and options["num_warps"] == 16:
-        options = {**options, "num_warps": 8}  # as many threads: waves are twice as wide
+    if target in AMD and options["num_warps"] >= 16:
+        # as many threads: waves are twice as wide
+        options = {**options, "num_warps": options["num_warps"] // 2}
     module, name = kernel.split(".")
     return Job(f"tdx.kernels.{module}", name, types, constants, target, options)

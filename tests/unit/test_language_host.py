@@ -118,8 +118,7 @@ class Spinner:
         assert shift == 32
         words = np.zeros(len(addresses), np.uint64)
         for i in np.flatnonzero(mask):
-            word = [int(addresses[i]) + 4, flag]
-            if not self.wait([word[0]], [word[1]], "eq", control, team, [peers[i]]):
+            if not self.wait([int(addresses[i]) + 4], [flag], "eq", control, team, [peers[i]]):
                 return words, False
             words[i] = ctypes.c_uint64.from_address(int(addresses[i])).value
         return words, True

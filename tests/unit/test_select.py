@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 
 from tdx.kernels import all_reduce, all_reduce_rms_norm
 from tdx.kernels.all_reduce import Config as AllReduceConfig
+from tdx.kernels.all_reduce_rms_norm import Config as NormConfig
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.operand import byte_units
 from tdx.kernels.packed import low_latency_elements, low_latency_lanes
@@ -30,6 +32,7 @@ from tdx.kernels.select import (
     power_of_two,
     push_block,
     push_tile,
+    row_words,
     shard_block,
     shared_bytes,
 )
@@ -165,8 +168,10 @@ def test_norms_follow_the_size():
         kind = dtypes.resolve("bfloat16")
         return all_reduce_rms_norm.choose("cuda", rows, columns, kind, ranks).algorithm
 
-    assert chosen(16, 4096, 2) == "low_latency"
-    assert chosen(1, 8192, 2) == chosen(16, 8192, 2) == "one_shot"
+    assert chosen(16, 4096, 2) == chosen(1, 8192, 2) == chosen(16, 8192, 2) == "low_latency"
+    assert chosen(1, 8192, 4) == chosen(4, 8192, 4) == "low_latency"
+    assert chosen(16, 8192, 4) == chosen(64, 8192, 4) == "low_latency_two_shot"
+    assert chosen(256, 8192, 4) == "two_shot"
     assert chosen(16, 32768, 2) == "one_shot"
     assert chosen(128, 4096, 2) == "one_shot"
     assert chosen(256, 8192, 2) == "one_shot"
@@ -174,6 +179,21 @@ def test_norms_follow_the_size():
     assert chosen(2048, 4096, 4) == "two_shot"
     assert chosen(2048, 4096, 1) == "one_shot"
     assert chosen(8192, 8192, 1) == "two_shot"
+
+
+@pytest.mark.parametrize("backend", CONSTANTS)
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 100, 5120, 8192, 65536])
+def test_blocks_of_rows_with_flags_are_valid(backend, columns):
+    """On GPUs as many as there are multiprocessors, if they take so much; of few words a thread."""
+    for rows, itemsize, ranks in itertools.product((1, 3, 16, 100, 9999), (2, 4), (2, 4, 8, 16)):
+        block, warps = row_words(backend, rows, columns, itemsize, ranks)
+        config = NormConfig("low_latency", block, warps)
+        assert config.block <= max(8, power_of_two(columns))
+        if backend != "host":
+            threads = warps * (64 if backend == "hip" else 32)
+            assert block * itemsize <= 8 * threads <= 8 << 10
+            whole = block >= columns or threads == (1024, 512, 512, 256)[(2, 4, 8, 16).index(ranks)]
+            assert whole or rows * columns <= block * CONSTANTS[backend].blocks
 
 
 @pytest.mark.parametrize("backend", CONSTANTS)

@@ -28,7 +28,7 @@ ALGORITHMS = [
     (tdx.AllGather, (), ["low_latency", "push", "pull"]),
     (tdx.AllToAll, (), ["low_latency", "push"]),
     (tdx.Broadcast, (0,), ["low_latency", "low_latency_scatter", "scatter", "chain"]),
-    (tdx.AllReduceRmsNorm, (), ["low_latency", "one_shot", "two_shot"]),
+    (tdx.AllReduceRmsNorm, (), ["low_latency", "low_latency_two_shot", "one_shot", "two_shot"]),
     (tdx.AllGatherMatmul, ((64, 16),), ["fused", "one_kernel", "unfused"]),
     (tdx.MatmulReduceScatter, ((64, 16),), list(matmul_reduce_scatter.ALGORITHMS)),
     (tdx.MatmulAllReduce, ((64, 16),), list(matmul_all_reduce.ALGORITHMS)),

@@ -13,6 +13,7 @@ import triton.language as tl
 
 import tdx
 import tdx.language as tdl
+from tdx.kernels.all_reduce_rms_norm import Config as NormConfig
 from tdx.kernels.barrier import Barrier
 from tdx.kernels.pushing import announce
 from tdx.runtime.errors import PeerTimeout, TdxError
@@ -179,7 +180,9 @@ OPERATIONS = {
     "matmul_reduce_scatter-one_kernel": ("matmul_reduce_scatter", "partial_tiles"),
     "matmul_all_reduce": ("matmul_all_reduce", "partial_tiles finished_tiles"),
     "matmul_all_reduce-copy_engine": ("matmul_all_reduce", "credit"),
-    "all_reduce_rms_norm": ("all_reduce_rms_norm", "signals"),
+    "norm-two_shot": ("all_reduce_rms_norm", "signals"),
+    "norm-low_latency": ("all_reduce_rms_norm", "slots"),
+    "norm-low_latency_two_shot": ("all_reduce_rms_norm", "slots"),
 }
 
 
@@ -198,8 +201,10 @@ def plan_of(world, name):
     if name in ("one_shot", "low_latency"):
         plan = tdx.AllReduce(world, 12, "float32", algorithm=name)
         return plan, (x,)
-    if name == "all_reduce_rms_norm":
-        return tdx.AllReduceRmsNorm(world, 12, "float32", algorithm="two_shot"), (x, x)
+    if name.startswith("norm-"):  # by words two blocks share the row
+        way, x = name.removeprefix("norm-"), world.zeros(100, "float32")
+        config = NormConfig(way, 32 if way.endswith("two_shot") else 64, blocks=2)
+        return tdx.AllReduceRmsNorm(world, 100, "float32", config=config), (x, x)
     a, b = world.zeros((12, 8), "float32"), world.zeros((8, 4), "float32")
     shapes = (a.shape, b.shape, "float32")
     if name in ("fused", "one_kernel", "unfused"):

@@ -152,6 +152,6 @@ def case_bits_of_others_are_those_stored(world):
             check_reduce(x, op, stored)
         elif "residual" in extras and op == "sum":
             weight = world.array(values(9, 100, dtype))
-            for algorithm in ("one_shot", "two_shot", "low_latency"):
+            for algorithm in ("one_shot", "two_shot", "low_latency", "low_latency_two_shot"):
                 _, h = tdx.all_reduce_rms_norm(x, weight, algorithm=algorithm, **extras)
                 assert digest(h) == stored, (dtype, added, "norm", algorithm)
