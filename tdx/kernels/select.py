@@ -137,8 +137,8 @@ class Cost:
 
 # Of 2 and 4 x H100 and H200 with NVLink (18 links) in a graph, bfloat16; of 4 ranks on 2 cores.
 _H200 = {
-    "low_latency": Cost(2.4, 290e3),
-    "low_latency_two_shot": Cost(3.2, 320e3),
+    "low_latency": Cost(2.4, 285e3),
+    "low_latency_two_shot": Cost(3.9, 320e3),
     "one_shot": Cost(6.7, 350e3),
     "two_shot": Cost(5.8, 360e3, 1.2),
     "push": Cost(4.6, 350e3, 0.7),
@@ -210,7 +210,7 @@ class Movement:
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
 _MOVED = Movement(
-    3 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (4 << 20, 128 << 10, 16 << 20), 64 << 20
+    3 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (4 << 20, 128 << 10, 8 << 20), 64 << 20
 )
 MOVEMENT: dict[str, Movement] = {
     "host": Movement(

@@ -22,8 +22,8 @@ TAKEN = [
 ]
 WAITING = [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-scaled", "push-all",
-    "push-one", "root-words-i64", "broadcast-chain",
-    "broadcast-scatter", "passed-words-i64", "two_shot-2", "barrier", "grant", "confirm", "take",
+    "push-one", "root-words-i32", "broadcast-chain",
+    "broadcast-scatter", "passed-words-i32", "two_shot-2", "barrier", "grant", "confirm", "take",
     "arrive", "sum", "sum-whole",
     "consume-bf16", "consume-fp32", "scattered-bf16", "norm-one_shot", "norm-two_shot",
     "fused-bf16", "fused-one_shot-ragged", "one_kernel-bf16",
@@ -192,8 +192,8 @@ def test_products_of_gathered_rows_are_pipelined(outcome_of, case):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", [
-    "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i64",
-    "broadcast-chain", "broadcast-scatter", "passed-words-i64", "two_shot-2", "put-signal",
+    "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i32",
+    "broadcast-chain", "broadcast-scatter", "passed-words-i32", "two_shot-2", "put-signal",
     "enter", "grant", "scattered-bf16",
     "scattered-whole", "norm-two_shot", "fused-bf16", "one_kernel-bf16",
 ])  # fmt: skip
