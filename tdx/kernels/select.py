@@ -139,8 +139,8 @@ class Cost:
 _H200 = {
     "low_latency": Cost(2.4, 285e3),
     "low_latency_two_shot": Cost(3.9, 320e3),
-    "one_shot": Cost(6.7, 350e3),
-    "two_shot": Cost(5.8, 360e3, 1.2),
+    "one_shot": Cost(8.0, 330e3),
+    "two_shot": Cost(8.8, 360e3, 0.2),
     "push": Cost(4.6, 350e3, 0.7),
     "norm_low_latency": Cost(3.9, 290e3),
     "norm_low_latency_two_shot": Cost(4.7, 320e3),
@@ -210,7 +210,7 @@ class Movement:
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
 _MOVED = Movement(
-    3 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (4 << 20, 128 << 10, 8 << 20), 64 << 20
+    4 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (8 << 20, 128 << 10, 8 << 20), 64 << 20
 )
 MOVEMENT: dict[str, Movement] = {
     "host": Movement(
@@ -292,7 +292,7 @@ def row_words(backend: str, rows: int, columns: int, itemsize: int, ranks: int) 
     most = 1024 if ranks <= 2 else 512 if ranks <= 8 else 256  # with all ranks' words in registers
     fair = max(1 << 10, -(-rows * columns * itemsize // limits.blocks))
     words = min(power_of_two(-(-fair // 4)), 2 * most, row * itemsize // 4)
-    threads = max(128, words if words <= 256 else words // 2)
+    threads = max(128, min(most, words if words <= 256 or ranks > 4 else words // 2))
     return words * 4 // itemsize, threads // (64 if backend == "hip" else 32)
 
 
@@ -328,7 +328,7 @@ def movement_algorithm(backend: str, nbytes: int, ranks: int, large: str) -> str
 def broadcast_algorithm(backend: str, nbytes: int, ranks: int) -> str:
     """How `nbytes` of a root are sent to all."""
     two, each, parts = MOVEMENT[backend].words_broadcast
-    once = ranks <= 2 or nbytes <= each
+    once = nbytes <= (LOW_LATENCY_BYTES if ranks <= 2 else each)
     most = LOW_LATENCY_BYTES if once else SCATTERED_BYTES
     if takes_low_latency(nbytes, ranks, most=most) and nbytes <= (two if ranks <= 2 else parts):
         return "low_latency" if once else "low_latency_scatter"

@@ -12,11 +12,12 @@ from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.all_reduce_rms_norm import Config as NormConfig
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.operand import byte_units
-from tdx.kernels.packed import low_latency_elements, low_latency_lanes
+from tdx.kernels.packed import low_latency_elements, low_latency_lanes, packed_bytes
 from tdx.kernels.scattered_rows import sent_rows
 from tdx.kernels.select import (
     CONSTANTS,
     COSTS,
+    LOW_LATENCY_BYTES,
     MOVEMENT,
     STAGING_BYTES,
     STEPS_BYTES,
@@ -94,7 +95,9 @@ def test_movement_by_size(backend):
 @pytest.mark.parametrize("backend", MOVEMENT)
 def test_broadcast_by_size(backend):
     two, each, parts = MOVEMENT[backend].words_broadcast
-    assert broadcast_algorithm(backend, two, 2) == "low_latency"
+    once = min(two, LOW_LATENCY_BYTES)
+    assert broadcast_algorithm(backend, once, 2) == "low_latency"
+    assert two == once or broadcast_algorithm(backend, two, 2) == "low_latency_scatter"
     assert broadcast_algorithm(backend, two + 1, 2) == "chain"
     assert broadcast_algorithm(backend, each, 3) == "low_latency"
     passed_on = "low_latency_scatter" if parts > each else "chain"
@@ -149,14 +152,15 @@ def test_the_cheapest_algorithm_follows_the_size():
 
     def chosen(nbytes):
         sent = {
-            "low_latency": 6 * nbytes, "low_latency_two_shot": 3 * nbytes,
+            "low_latency": packed_bytes(3 * nbytes),
+            "low_latency_two_shot": packed_bytes(1.5 * nbytes),
             "one_shot": 3 * nbytes, "two_shot": 1.5 * nbytes,
         }  # fmt: skip
         return cheapest("cuda", sent, 4)
 
     assert chosen(4 << 10) == "low_latency"
     assert chosen(256 << 10) == "low_latency_two_shot"
-    assert chosen(4 << 20) == "two_shot"
+    assert chosen(8 << 20) == "two_shot"
     assert cheapest("cuda", {"one_shot": 1e3}, 4) == "one_shot"
     assert all(set(COSTS[backend]) == set(COSTS["cuda"]) for backend in CONSTANTS)
 
