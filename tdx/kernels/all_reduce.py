@@ -315,7 +315,7 @@ def bind_one_hop(
         kernel, nbytes, lanes = low_latency_kernel, numel * dtype.itemsize, config.lanes(dtype)
         special = {"PAIRS": dtype.itemsize == 2, "RANKS": ranks}
         tasks = tiles_of(nbytes, lanes)
-        slots = plan.workspace("slots", (2 * ranks * slot_words(nbytes, lanes),), np.int64)
+        slots = plan.packed_slots(2 * ranks * slot_words(nbytes, lanes))
     blocks = plan.blocks_for(tasks, config.blocks)
     return plan.bind(
         kernel, blocks, (dtype, out_dtype, dtype, dtype), slots, plan.channel(blocks),

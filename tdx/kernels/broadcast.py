@@ -9,8 +9,8 @@ low_latency          The root pushes its array to every peer as words of data an
                      it does not wait for them.
 low_latency_scatter  Scatter and all-gather (van de Geijn) with such words: the root pushes a part
                      to each peer, which passes it on to the others. 8/7 * S bytes out of the
-                     root, two hops, up to 16 MiB. A peer writes to others what came after the root
-                     had seen that they have left the call before last.
+                     root, two hops, up to 16 MiB (also to an only peer). A peer writes to others
+                     what came after the root had seen that they have left the call before last.
 scatter              The same in rounds, with a signal behind each part of a round: the peers push
                      theirs to each other while the root scatters the next round. So every link
                      carries S bytes once: S / bandwidth and one round to fill the pipeline.
@@ -133,7 +133,7 @@ class Broadcast(Plan):
         self._lanes, self._warps = low_latency_lanes(self.world.backend, self._part)
         self._blocks = self.blocks_for(tiles_of(self._part, self._lanes))
         words = 2 * (ranks if scatters else 1) * slot_words(self._part, self._lanes)
-        self._slots = self.workspace("slots", (words,), np.int64)
+        self._slots = self.packed_slots(words)
         self._read = self.workspace("read", (self._blocks * ranks,), np.int32)
         self._channel = self.channel(self._blocks)
         if self._nbytes and ranks > 1:

@@ -92,8 +92,8 @@ def chain_kernel(
 def partner(me, root, ranks, phase):
     """To whom a rank sends in a phase, in which the peers whose numbers add up to it exchange.
 
-    The root sends to the peer that would be its own partner, of an odd number of peers the only
-    one: so no link is asked for twice.
+    The root sends to the peer that would be its own partner: of an odd number of peers the only
+    one, so that no link is asked for twice.
     """
     peers = ranks - 1
     mine = (me - root + ranks) % ranks - 1

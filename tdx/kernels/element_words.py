@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.reduction import part_words, to_words
+from tdx.kernels.reduction import to_words
 from tdx.language.words import pair_words
 
 __all__ = ["of_elements", "receive_elements", "send_elements"]
@@ -22,7 +22,7 @@ def send_elements(
     """
     words = to_words(values, PAIRS)
     if WIDE:
-        low, high = part_words(words, 2)
+        low, high = tl.split(tl.reshape(words, (words.shape[0] // 2, 2)))
         words = pair_words(low, high)
     STEP: tl.constexpr = 2 if WIDE else 1
     at = STEP * tl.arange(0, words.shape[0])

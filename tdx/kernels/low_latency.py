@@ -98,7 +98,7 @@ class LowLatency:
         self._lanes, self._warps = low_latency_lanes(plan.world.backend, nbytes)
         self._blocks = plan.blocks_for(tiles_of(nbytes, self._lanes))
         words = 2 * plan.group.size * slot_words(nbytes, self._lanes)
-        self._slots = plan.workspace("slots", (words,), np.int64)
+        self._slots = plan.packed_slots(words)
         self._channel = plan.channel(self._blocks)
         width = math.gcd(4, nbytes)
         self._kernels = {width: self._bind(plan, width)} if nbytes else {}

@@ -136,17 +136,22 @@ class Plan(Repeating):
 
     # ---- for the preparation
     def workspace(
-        self, name: str, shape: Sequence[int], dtype: Any, words_per_rank: int = 0, steps: int = 1
-    ) -> Array:
+        self, name: str, shape: Sequence[int], dtype: Any, words_per_rank: int = 0, steps: int = 1,
+        bits: int = 32,
+    ) -> Array:  # fmt: skip
         """A zeroed symmetric array outside the user's heap.
 
-        Signals in it count the plan's calls, or the `steps` of each. `words_per_rank` tells to
-        which rank each belongs, for kernels that cannot: see Site.
+        Signals in it, of so many `bits`, count the plan's calls, or the `steps` of each.
+        `words_per_rank` tells to which rank each belongs, for kernels that cannot: see Site.
         """
-        site = Site(self.operation, name, self._usage, words_per_rank, steps)
+        site = Site(self.operation, name, self._usage, words_per_rank, steps, bits)
         array = self.world.allocate_runtime(self.group, tuple(shape), dtypes.resolve(dtype), site)
         self._memory.append(array._block)
         return array
+
+    def packed_slots(self, words: int) -> Array:
+        """The same for packed words of data and flag (see packed.py), of 64 bits."""
+        return self.workspace("slots", (words,), np.int64, bits=8)
 
     def channel(self, blocks: int) -> Channel:
         """Signals for `blocks` blocks."""

@@ -259,7 +259,7 @@ class ReduceScatter(Plan):
         if config.algorithm == "low_latency":
             nbytes, lanes = self._shard * size, config.lanes(self.dtype)
             blocks = self.blocks_for(tiles_of(nbytes, lanes), config.blocks)
-            words = self.workspace("words", (2 * ranks * slot_words(nbytes, lanes),), np.int64)
+            words = self.packed_slots(2 * ranks * slot_words(nbytes, lanes))
             return self.bind(
                 low_latency_kernel, blocks, kinds, words, self.channel(blocks), world, units,
                 PAIRS=size == 2, **named,

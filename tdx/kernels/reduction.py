@@ -27,9 +27,7 @@ __all__ = [
     "combine",
     "finish",
     "from_words",
-    "join_words",
     "mean",
-    "part_words",
     "reduce_words",
     "to_words",
     "widen",
@@ -222,32 +220,6 @@ def from_words(words, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     else:
         values = words
     return values
-
-
-@triton.jit
-def part_words(words, COUNT: tl.constexpr):
-    """Words of 4 bytes in groups of 2 or 4: the first of each group, the second, and so on."""
-    HALF: tl.constexpr = words.shape[0] // 2
-    even, odd = tl.split(tl.reshape(words, (HALF, 2)))
-    if COUNT == 2:
-        parts = (even, odd)
-    else:
-        first, third = tl.split(tl.reshape(even, (HALF // 2, 2)))
-        second, fourth = tl.split(tl.reshape(odd, (HALF // 2, 2)))
-        parts = (first, second, third, fourth)
-    return parts
-
-
-@triton.jit
-def join_words(parts, first: tl.constexpr, COUNT: tl.constexpr):
-    """Undo part_words, whose parts are those from number `first` on."""
-    if COUNT == 2:
-        words = tl.interleave(parts[first], parts[first + 1])
-    else:
-        even = tl.interleave(parts[first], parts[first + 2])
-        odd = tl.interleave(parts[first + 1], parts[first + 3])
-        words = tl.interleave(even, odd)
-    return words
 
 
 @triton.jit

@@ -245,6 +245,8 @@ def low_latency_two_shot_kernel(
     columns = known(columns, EVEN)
     share = share_vectors * _VECTOR
     count = share_vectors * (_VECTOR // 2 if PAIRS else _VECTOR)  # words of a share
+    # several threads have, and send, the same words
+    SHARED: tl.constexpr = BLOCK // (2 if PAIRS else 1) < program_threads()
     me = tdl.rank(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
@@ -282,6 +284,8 @@ def low_latency_two_shot_kernel(
             for hop in tl.static_range(1, RANKS):
                 peer = (me + hop) % RANKS
                 send_elements(h, to, count, flag, world, peer, come & sound, PAIRS, WIDE)
+            if SHARED:  # h may go where the others read what they send
+                program_barrier()
             tl.store(sums + begin + at, h, mask=mask & of_elements(come, PAIRS, WIDE))
     program_barrier()  # what is read now was stored by other threads
     for index in range(group, rows, groups):

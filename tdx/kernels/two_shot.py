@@ -50,6 +50,7 @@ from tdx.kernels.shards import (
     sum_of_packed,
     sum_of_ranks,
 )
+from tdx.language._intrinsic import program_threads
 from tdx.language.signal import program_barrier
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
@@ -296,6 +297,8 @@ def low_latency_two_shot_kernel(
                 results + me * result_stride, tile, values, result_words, flag,
                 (me + hop) % RANKS, world, sent, LANES,
             )  # fmt: skip
+        if program_threads() > LANES:  # others may send the same words: out may be x
+            program_barrier()
         for j in tl.static_range(_VALUES):
             total = mean(totals[j], tdl.num_ranks(world), OP)
             _finish_tile(
@@ -386,7 +389,7 @@ def bind_low_latency_two_shot(
     blocks = plan.blocks_for(tiles, config.blocks)
     return plan.bind(
         low_latency_two_shot_kernel, blocks, (dtype, out_dtype, dtype, dtype),
-        plan.workspace("words", (words,), np.int64), plan.channel(blocks), plan.group.handle,
+        plan.packed_slots(words), plan.channel(blocks), plan.group.handle,
         numel, max(1, shape[-1] if shape else 1), shard, **named, RANKS=ranks,
         PAIRS=dtype.itemsize == 2, RESULT_PAIRS=wire.itemsize == 2, BLOCK=config.block,
         num_warps=config.num_warps, enable_fp_fusion=False,

@@ -149,7 +149,7 @@ def load_ll_all(
     tl.static_assert(width == 32 or width == 64, "load_ll_all takes a dtype of 4 or 8 bytes")
     tl.static_assert(ranks <= 16, f"load_ll_all takes at most 16 ranks, got {ranks}; use load_ll")
     count: tl.constexpr = width // 32
-    words, ok = load_words_all(ptr, stride, flag, world, ranks, mask, count)
+    words, ok = _load_words_all(ptr, stride, flag, world, ranks, mask, count)
     values = ()
     for p in tl.static_range(ranks):
         value = words[p * count]
@@ -160,9 +160,9 @@ def load_ll_all(
 
 
 @triton.jit
-def load_words_all(ptr, stride, flag, world, ranks: tl.constexpr, mask, count: tl.constexpr):
-    """`load_ll_all` of `count` words, 1, 2 or 4, at each pointer: `ranks * count` int32 blocks, and
-    whether all of a lane are there.
+def _load_words_all(ptr, stride, flag, world, ranks: tl.constexpr, mask, count: tl.constexpr):
+    """`load_ll_all` of 1 or 2 words at each pointer: `ranks * count` int32 blocks, and whether all
+    of a lane are there.
     """
     me = rank(world)
     words = ()
@@ -179,13 +179,11 @@ def load_words_all(ptr, stride, flag, world, ranks: tl.constexpr, mask, count: t
         kind: tl.constexpr = tl.int32 if count == 1 else tl.int64
         for p in tl.static_range(ranks):
             there = as_tensor(mask).to(tl.int1) & (me != p)
-            for pair in tl.static_range((count + 1) // 2):
-                at = ptr + p * stride + 2 * pair
-                value, come = load_ll(at, flag, world, there, p, kind, False)
-                words = words + (value.to(tl.int32),)  # noqa: RUF005
-                if count > 1:
-                    words = words + ((value >> 32).to(tl.int32),)  # noqa: RUF005
-                ok = ok & come
+            value, come = load_ll(ptr + p * stride, flag, world, there, p, kind, False)
+            words = words + (value.to(tl.int32),)  # noqa: RUF005
+            if count > 1:
+                words = words + ((value >> 32).to(tl.int32),)  # noqa: RUF005
+            ok = ok & come
     return words, ok
 
 

@@ -213,7 +213,7 @@ class Faults:
         if peer < 0 and site.words_per_rank:
             peer = word // site.words_per_rank
         peer = ranks[peer] if 0 <= peer < len(ranks) else -1
-        number = site.usage.call_of(expected, site.steps)
+        number = site.usage.call_of(expected, site.steps, site.bits)
         who = f"rank {peer}" if peer >= 0 else "a peer"
         if peer in world.channels.departed():
             who += " (which has closed its world)"

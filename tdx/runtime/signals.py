@@ -71,12 +71,13 @@ class Usage(Entry):
                 return f"{self.code.co_filename}:{line}"
         return self.code.co_filename
 
-    def call_of(self, expected: int, steps: int = 1) -> int:
-        """The call that waits for `expected`, 32 bits: signals of plans count their calls' steps.
+    def call_of(self, expected: int, steps: int = 1, bits: int = 32) -> int:
+        """The call that waits for `expected`, of so many bits: signals of plans count their calls'
+        steps.
 
-        The host may have queued later ones since.
+        The host may have queued later ones since, with 8 bits fewer than 256.
         """
-        behind = ((self.calls * steps - expected) & 0xFFFFFFFF) // steps
+        behind = ((self.calls * steps - expected) & ((1 << bits) - 1)) // steps
         return self.calls - behind if behind < self.calls else self.calls
 
 
@@ -93,6 +94,8 @@ class Site:
         Where the words belong to the ranks of a group in turn: how many to each; else 0.
     steps : int
         By how much a call raises the words.
+    bits : int
+        Of a word that count.
     itemsize : int
         Bytes of a word.
     channel : (blocks, ranks), optional
@@ -104,6 +107,7 @@ class Site:
     usage: Usage = field(default_factory=Usage)
     words_per_rank: int = 0
     steps: int = 1
+    bits: int = 32
     itemsize: int = 4
     channel: tuple[int, int] | None = None
 

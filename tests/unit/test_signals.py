@@ -20,6 +20,13 @@ def test_call_of_a_signal_that_counts_steps(steps, calls, queued):
             assert usage.call_of(seen, steps) == calls
 
 
+@pytest.mark.parametrize("calls", [1, 255, 256, 999, (1 << 32) + 5])
+def test_call_of_a_flag_of_few_bits(calls):
+    usage = Usage()
+    usage.calls = calls + 2
+    assert usage.call_of(calls & 0xFF, bits=8) == calls
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 4, 5])
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_how_many_programs_came_to_a_grid_barrier(blocks, rounds):
