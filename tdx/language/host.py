@@ -202,13 +202,34 @@ def load_ll(ptr, flag, words, mask, control, team, peer, _semantic=None):
 
 
 @intrinsic
+def pack(values, flag, _semantic=None):
+    """The four words of 64 bits that hold 7 blocks of int32 and a flag of 8 bits: store_packed."""
+    data = [_array(value).astype(np.int32).view(np.uint32).astype(np.uint64) for value in values]
+    tops = [part >> np.uint64(24) for part in data[1:6:2]]
+    rest = tops[0] | tops[1] << np.uint64(8) | tops[2] << np.uint64(16)
+    highs = [*(part & np.uint64(0xFFFFFF) for part in data[1:6:2]), rest]
+    tag = np.uint64((_scalar(flag) & 0xFF) << 24)
+    words = [
+        low | (high | tag) << np.uint64(32) for low, high in zip(data[::2], highs, strict=True)
+    ]
+    return tuple(host_tensor(word.view(np.int64), like=values[0]) for word in words)
+
+
+@intrinsic
 def load_packed(ptr, gap, flag, mask, control, team, peer, _semantic=None):
-    """The four words at each pointer, int64, of which the second pair is `gap` words behind the
-    first, with 8 bits of flag on top; and ok."""
+    """The 7 blocks of int32 in the four words at each pointer, of which the second pair is `gap`
+    words behind the first, with 8 bits of flag on top; and ok."""
     offsets = [0, 8, 8 * _scalar(gap), 8 * _scalar(gap) + 8]
     parts, ok = _load_words(ptr, offsets, 56, flag, mask, control, team, peer)
-    words = tuple(host_tensor(part.view(np.int64), like=ptr) for part in parts)
-    return words, host_tensor(np.full(parts[0].shape, ok), like=ptr)
+    rest = parts[3] >> np.uint64(32)
+    values = []
+    for i, part in enumerate(parts):
+        values.append(part & np.uint64(0xFFFFFFFF))
+        if i < 3:
+            top = (rest >> np.uint64(8 * i) & np.uint64(0xFF)) << np.uint64(24)
+            values.append(part >> np.uint64(32) & np.uint64(0xFFFFFF) | top)
+    blocks = [host_tensor(value.astype(np.uint32).view(np.int32), like=ptr) for value in values]
+    return tuple(blocks), host_tensor(np.full(parts[0].shape, ok), like=ptr)
 
 
 def _load_words(ptr, offsets, shift, flag, mask, control, team, peer):

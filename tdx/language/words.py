@@ -226,14 +226,7 @@ def store_packed(ptr, gap, values, flag, peer, world, mask=True):
         As for store_ll, as are ordering, fault and replay safety.
     """
     target = symm_at(ptr, peer, world)
-    tag = _int32(flag) << 24
-    words = ()
-    for i in tl.static_range(3):
-        high = (values[2 * i + 1] & 0xFFFFFF) | tag
-        words = words + (pair_words(values[2 * i], high),)  # noqa: RUF005
-    # the fourth word takes the bytes that found no place beside the others' flags
-    rest = ((values[1] >> 24) & 0xFF) | ((values[3] >> 16) & 0xFF00) | ((values[5] >> 8) & 0xFF0000)
-    words = words + (pair_words(values[6], rest | tag),)  # noqa: RUF005
+    words = host.pack(values, flag) if is_host() else _pack(values, _int32(flag) << 24)
     for pair in tl.static_range(2):
         low, high = words[2 * pair], words[2 * pair + 1]
         to = target + pair * gap
@@ -247,6 +240,17 @@ def store_packed(ptr, gap, values, flag, peer, world, mask=True):
 
 
 @triton.jit
+def _pack(values, tag):
+    words = ()
+    for i in tl.static_range(3):
+        high = (values[2 * i + 1] & 0xFFFFFF) | tag
+        words = words + (pair_words(values[2 * i], high),)  # noqa: RUF005
+    # the fourth word takes the bytes that found no place beside the others' flags
+    rest = ((values[1] >> 24) & 0xFF) | ((values[3] >> 16) & 0xFF00) | ((values[5] >> 8) & 0xFF0000)
+    return words + (pair_words(values[6], rest | tag),)  # noqa: RUF005
+
+
+@triton.jit
 def load_packed(ptr, gap, flag, world, mask=True, peer=-1):
     """Wait for what `store_packed` wrote into this rank's heap.
 
@@ -256,7 +260,7 @@ def load_packed(ptr, gap, flag, world, mask=True, peer=-1):
     team = team_index(world)
     tag = _int32(flag) & 0xFF
     if is_host():
-        words, ok = host.load_packed(ptr, gap, tag, mask, world.control, team, peer)
+        values, ok = host.load_packed(ptr, gap, tag, mask, world.control, team, peer)
     else:
         ok = as_tensor(mask).to(tl.int1)
         words = ()
@@ -270,7 +274,8 @@ def load_packed(ptr, gap, flag, world, mask=True, peer=-1):
             high, come = _settle_packed(high, at + 1, tag, mask, world.control, team, peer)
             words = words + (low, high)  # noqa: RUF005
             ok = ok & there & come
-    return _unpacked(words, 0), ok
+        values = _unpacked(words, 0)
+    return values, ok
 
 
 @triton.jit

@@ -239,7 +239,7 @@ CASES = {
     "push-one": _pushed(each=False, own_first=True),
     "push-odd": _pushed("*i8", 1, own_first=True),
     "words-i32": _words("low_latency.low_latency_kernel", "*i32", EACH=True, RANKS=4),
-    "words-i16": _words("low_latency.low_latency_kernel", "*i16", EACH=False, RANKS=8),
+    "words-i16": _words("low_latency.low_latency_kernel", "*i16", EACH=False, RANKS=4),
     "root-words-i32": _words("broadcast_words.low_latency_kernel", "*i32"),
     "root-words-i8": _words("broadcast_words.low_latency_kernel", "*i8"),
     "passed-words-i32": _words(
