@@ -56,13 +56,7 @@ def store_ll(ptr, value, flag, peer, world, mask=True):
         pair = value.to(tl.int64, bitcast=True)
         low = (pair & 0xFFFFFFFF) | tag
         high = ((pair >> 32) & 0xFFFFFFFF) | tag
-        if is_host():
-            _store_word(target, low, mask)
-            _store_word(target + 1, high, mask)
-        elif is_nvidia():
-            nvidia.store_ll_pair(target.to(tl.int64), low, high, _int32(mask))
-        else:
-            amd.store_ll_pair(target.to(tl.int64), low, high, _int32(mask))
+        _store_pair(target, low, high, mask)
 
 
 @triton.jit
@@ -228,15 +222,7 @@ def store_packed(ptr, gap, values, flag, peer, world, mask=True):
     target = symm_at(ptr, peer, world)
     words = host.pack(values, flag) if is_host() else _pack(values, _int32(flag) << 24)
     for pair in tl.static_range(2):
-        low, high = words[2 * pair], words[2 * pair + 1]
-        to = target + pair * gap
-        if is_host():
-            _store_word(to, low, mask)
-            _store_word(to + 1, high, mask)
-        elif is_nvidia():
-            nvidia.store_ll_pair(to.to(tl.int64), low, high, _int32(mask))
-        else:
-            amd.store_ll_pair(to.to(tl.int64), low, high, _int32(mask))
+        _store_pair(target + pair * gap, words[2 * pair], words[2 * pair + 1], mask)
 
 
 @triton.jit
@@ -349,6 +335,18 @@ def _settle(word, ptr, flag, active, control, team, peer):
         (word, ptr, 32, flag, active, control, team, peer, program_index()),
     )
     return settled.to(tl.int32), (settled >> 32) != 0
+
+
+@triton.jit
+def _store_pair(target, low, high, mask):
+    """Two consecutive words, on NVIDIA GPUs by one store."""
+    if is_host():
+        _store_word(target, low, mask)
+        _store_word(target + 1, high, mask)
+    elif is_nvidia():
+        nvidia.store_ll_pair(target.to(tl.int64), low, high, _int32(mask))
+    else:
+        amd.store_ll_pair(target.to(tl.int64), low, high, _int32(mask))
 
 
 @triton.jit
