@@ -37,6 +37,7 @@ from tdx.kernels.packed import (
     load_packable,
     low_latency_elements,
     packed_bytes,
+    part_of_tile,
     put_tile,
     slot_words,
     sum_tile,
@@ -60,6 +61,7 @@ from tdx.kernels.select import (
     takes_low_latency,
 )  # fmt: skip
 from tdx.kernels.two_shot import Run, bind_low_latency_two_shot, bind_two_shot
+from tdx.language.words import packed_blocks
 from tdx.runtime import dtypes
 from tdx.runtime.checks import check_flag
 from tdx.runtime.group import Group
@@ -153,10 +155,10 @@ def low_latency_kernel(
         totals, arrived = sum_tile(
             x, first, numel, base, stride, tile, words, flag, world, OP, RANKS, PAIRS, BLOCK
         )
-        for j in tl.static_range(_VALUES):
-            at = first + j * BLOCK + tl.arange(0, BLOCK)
+        for j in tl.static_range(packed_blocks()):
+            at, mask = part_of_tile(first, numel, j, BLOCK)
             finish(
-                totals[j], out, bias, residual, at, (at < numel) & arrived, columns,
+                totals[j], out, bias, residual, at, mask & arrived, columns,
                 tdl.num_ranks(world), OP, HAS_BIAS, HAS_RESIDUAL,
             )  # fmt: skip
 

@@ -106,8 +106,8 @@ def low_latency_scatter_kernel(
             )
             for peer in tl.static_range(RANKS):
                 begin, size = _part(peer, root, RANKS, part, count)
-                come = there & ((whose >> peer) & 1 != 0)
-                store_tile(out + begin, tile, found, peer * _VALUES, size, come, PIECES, LANES)
+                come = there & (me != peer) & (root != peer)
+                store_tile(out + begin, tile, found, peer, size, come, PIECES, LANES)
     tdl.notify(read + me, root, world, flag)
 
 

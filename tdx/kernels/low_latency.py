@@ -73,9 +73,7 @@ def low_latency_kernel(
         )
         for peer in tl.static_range(RANKS):
             to = out + tl.cast(peer, tl.int64) * count
-            store_tile(
-                to, tile, found, peer * _VALUES, count, arrived & (me != peer), PIECES, LANES
-            )
+            store_tile(to, tile, found, peer, count, arrived & (me != peer), PIECES, LANES)
         to = out + me.to(tl.int64) * count
         store_tile(to, tile, own, 0, count, arrived, PIECES, LANES)
 

@@ -3,7 +3,7 @@
 A tile is what a block sends or takes at a time: LANES lanes of 28 bytes, which as four words with
 flags take 32 (see tdx/language/words.py). The data is its own signal, as in NCCL's LL. Value j of
 lane i is word j * LANES + i of 4 bytes, so that loads and stores of data are contiguous; and so are
-the pairs of words of all lanes.
+the pairs of words of all lanes. A program holds a tile as packed_blocks() blocks.
 
 Slots hold a place for every rank's tiles, and are used in turn by calls' parity. All words that are
 read in a call are written in each: so a word holds the flag of two calls before, never the one
@@ -18,12 +18,13 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.reduction import reduce_words, to_words
 from tdx.kernels.select import MOST_WARPS, constants, power_of_two
-from tdx.language.words import load_packed, load_packed_all, store_packed
+from tdx.language._intrinsic import is_block, is_host
+from tdx.language.words import load_packed, load_packed_all, packed_blocks, store_packed
 
 __all__ = [
     "VALUES", "get_tile", "get_tiles", "load_packable", "load_tile", "low_latency_elements",
-    "low_latency_lanes", "others", "packed_bytes", "per_element", "put_tile", "slot_words",
-    "store_tile", "sum_tile", "tiles_of",
+    "low_latency_lanes", "others", "packed_bytes", "part_of_tile", "per_element", "per_word",
+    "put_tile", "slot_words", "store_tile", "sum_tile", "tiles_of",
 ]  # fmt: skip
 
 VALUES = 7  # of 4 bytes in a lane
@@ -65,15 +66,30 @@ def low_latency_elements(backend: str, numel: int, itemsize: int) -> tuple[int, 
 
 
 @triton.jit
+def part_of_tile(first, end, j: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets of block number `j` of the tile that begins at `first`, and which are before `end`.
+
+    BLOCK: offsets of each of the VALUES values.
+    """
+    if is_host():
+        within = tl.arange(0, 8 * BLOCK)
+        at = tl.cast(first, tl.int64) + within
+        mask = (within < _VALUES * BLOCK) & (at < end)
+    else:
+        at = tl.cast(first, tl.int64) + j * BLOCK + tl.arange(0, BLOCK)
+        mask = at < end
+    return at, mask
+
+
+@triton.jit
 def load_tile(x, tile, count, PIECES: tl.constexpr, LANES: tl.constexpr):
     """Tile number `tile` of `count` elements, of which PIECES make a word; zeros behind the end."""
-    first = tl.cast(tile, tl.int64) * (_VALUES * LANES) + tl.arange(0, LANES)
+    first = tl.cast(tile, tl.int64) * (_VALUES * LANES)
     words = (count + PIECES - 1) // PIECES
     BITS: tl.constexpr = 32 // PIECES
     values = ()
-    for j in tl.static_range(_VALUES):
-        at = first + j * LANES
-        mask = at < words
+    for j in tl.static_range(packed_blocks()):
+        at, mask = part_of_tile(first, words, j, LANES)
         if PIECES == 1:
             value = tl.load(x + at, mask=mask, other=0)
         else:
@@ -88,21 +104,22 @@ def load_tile(x, tile, count, PIECES: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def store_tile(
-    out, tile, values, first: tl.constexpr, count, when, PIECES: tl.constexpr, LANES: tl.constexpr
+    out, tile, values, peer: tl.constexpr, count, when, PIECES: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """The inverse of load_tile, of lanes `when`; `values` from number `first` on."""
-    start = tl.cast(tile, tl.int64) * (_VALUES * LANES) + tl.arange(0, LANES)
+    """The inverse of load_tile, of lanes `when`; of what get_tiles returned, `peer`'s values."""
+    start = tl.cast(tile, tl.int64) * (_VALUES * LANES)
     words = (count + PIECES - 1) // PIECES
     BITS: tl.constexpr = 32 // PIECES
-    for j in tl.static_range(_VALUES):
-        at = start + j * LANES
-        mask = when & (at < words)
+    for j in tl.static_range(packed_blocks()):
+        at, there = part_of_tile(start, words, j, LANES)
+        mask = when & there
         if PIECES == 1:
-            tl.store(out + at, values[first + j], mask=mask)
+            tl.store(out + at, values[peer * packed_blocks() + j], mask=mask)
         else:
             for piece in tl.static_range(PIECES):
                 element = at * PIECES + piece
-                value = (values[first + j] >> (BITS * piece)).to(out.dtype.element_ty)
+                value = values[peer * packed_blocks() + j] >> (BITS * piece)
+                value = value.to(out.dtype.element_ty)
                 tl.store(out + element, value, mask=mask & (element < count))
 
 
@@ -129,7 +146,7 @@ def get_tiles(
 ):  # fmt: skip
     """The same tile of the ranks in `whose`, a bit for each, whose slots are `stride` words apart.
 
-    VALUES values of each rank, and which lanes have come.
+    The blocks of each rank, and which lanes have come.
     """
     at = slots + tl.cast(tile, tl.int64) * (4 * LANES) + 2 * tl.arange(0, LANES)
     mask = _sent(tile, nwords, LANES)
@@ -144,14 +161,14 @@ def _sent(tile, nwords, LANES: tl.constexpr):
 
 @triton.jit
 def load_packable(x, first, end, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
-    """VALUES blocks of BLOCK elements from `first` on as words; zeros from `end` on.
+    """A tile of values of BLOCK elements from `first` on as words; zeros from `end` on.
 
     PAIRS: elements of 2 bytes, of which two make a word, else of 4.
     """
     values = ()
-    for j in tl.static_range(_VALUES):
-        at = tl.cast(first, tl.int64) + j * BLOCK + tl.arange(0, BLOCK)
-        value = to_words(tl.load(x + at, mask=at < end, other=0), PAIRS)
+    for j in tl.static_range(packed_blocks()):
+        at, mask = part_of_tile(first, end, j, BLOCK)
+        value = to_words(tl.load(x + at, mask=mask, other=0), PAIRS)
         values = values + (value.to(tl.int32, bitcast=True),)  # noqa: RUF005
     return values
 
@@ -163,8 +180,8 @@ def sum_tile(
 ):  # fmt: skip
     """Reduce a tile of all ranks, the own one from `first` on in x, in rank order; not rounded.
 
-    Arguments as for get_tiles and load_packable. VALUES blocks of BLOCK elements, and which
-    elements of each have come.
+    Arguments as for get_tiles and load_packable. The tile's blocks, and which elements of each
+    have come.
     """
     KIND: tl.constexpr = tl.int32 if PAIRS else x.dtype.element_ty
     own = load_packable(x, first, end, PAIRS, BLOCK)
@@ -172,10 +189,11 @@ def sum_tile(
     LANES: tl.constexpr = BLOCK // (2 if PAIRS else 1)
     found, come = get_tiles(slots, stride, tile, nwords, flag, world, whose, RANKS, LANES)
     totals = ()
-    for j in tl.static_range(_VALUES):
+    for j in tl.static_range(packed_blocks()):
         words = ()
         for peer in tl.static_range(RANKS):
-            words = words + (found[peer * _VALUES + j].to(KIND, bitcast=True),)  # noqa: RUF005
+            word = found[peer * packed_blocks() + j].to(KIND, bitcast=True)
+            words = words + (word,)  # noqa: RUF005
         mine = own[j].to(KIND, bitcast=True)
         total = reduce_words(mine, words, world, x.dtype.element_ty, OP, RANKS, PAIRS)
         totals = totals + (total,)  # noqa: RUF005
@@ -184,8 +202,19 @@ def sum_tile(
 
 @triton.jit
 def per_element(lanes, PAIRS: tl.constexpr):
-    """What holds for each word, for each element of it."""
-    return tl.interleave(lanes, lanes) if PAIRS else lanes
+    """What holds for each word, or for all, for each element of it."""
+    if PAIRS and is_block(lanes):
+        lanes = tl.interleave(lanes, lanes)
+    return lanes
+
+
+@triton.jit
+def per_word(elements, PAIRS: tl.constexpr):
+    """What holds for each element, or for all, for a word whose elements it holds for."""
+    if PAIRS and is_block(elements):
+        low, high = tl.split(tl.reshape(elements, (elements.shape[0] // 2, 2)))
+        elements = low & high
+    return elements
 
 
 @triton.jit

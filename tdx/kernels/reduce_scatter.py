@@ -35,6 +35,7 @@ from tdx.kernels.packed import (
     VALUES,
     low_latency_elements,
     packed_bytes,
+    part_of_tile,
     slot_words,
     tiles_of,
 )
@@ -60,6 +61,7 @@ from tdx.kernels.shards import (
     sum_of_packed,
     sum_of_ranks,
 )
+from tdx.language.words import packed_blocks
 from tdx.runtime import dtypes
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
@@ -157,9 +159,9 @@ def low_latency_kernel(
         totals, arrived = sum_of_packed(
             x, slots, stride, flag, world, RANKS * shard, shard, tile, OP, RANKS, PAIRS, BLOCK
         )
-        for j in tl.static_range(_VALUES):
-            at = tl.cast(tile, tl.int64) * TILE + j * BLOCK + tl.arange(0, BLOCK)
-            mask = arrived & (at < shard)
+        for j in tl.static_range(packed_blocks()):
+            at, mask = part_of_tile(tl.cast(tile, tl.int64) * TILE, shard, j, BLOCK)
+            mask &= arrived
             finish(totals[j], out, out, out, at, mask, 1, tdl.num_ranks(world), OP, False, False)
 
 

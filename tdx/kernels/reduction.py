@@ -94,9 +94,11 @@ class ReductionConfig:
             value = getattr(self, name)
             if value != power_of_two(value) or value < (2 if name == "block" else 1):
                 raise InvalidArgument(f"{name}={value} must be a power of two")
-        if self.block > _MOST_ELEMENTS or self.num_warps > MOST_WARPS:
+        # the host tier holds 8 lanes' values in a block: see packed_blocks
+        most = _MOST_ELEMENTS // (8 if self.algorithm.startswith("low_latency") else 1)
+        if self.block > most or self.num_warps > MOST_WARPS:
             raise InvalidArgument(
-                f"block={self.block} must be at most {_MOST_ELEMENTS}, and "
+                f"block={self.block} must be at most {most} for {self.algorithm}, and "
                 f"num_warps={self.num_warps} at most {MOST_WARPS}"
             )
         for name in given:

@@ -164,7 +164,7 @@ def sum_of_packed(
     x, slots, stride, flag, world, numel, shard, tile,
     OP: tl.constexpr, RANKS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the own shard, reduced: its VALUES blocks, and which elements of each are there."""
+    """A tile of the own shard, reduced: its blocks, and which elements of each are there."""
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
     begin = tdl.rank(world) * shard
     first = begin + tl.cast(tile, tl.int64) * (BLOCK * _VALUES)

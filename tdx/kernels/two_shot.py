@@ -38,7 +38,16 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import elements
-from tdx.kernels.packed import VALUES, get_tiles, others, per_element, put_tile, tiles_of
+from tdx.kernels.packed import (
+    VALUES,
+    get_tiles,
+    others,
+    part_of_tile,
+    per_element,
+    per_word,
+    put_tile,
+    tiles_of,
+)
 from tdx.kernels.plan import Plan
 from tdx.kernels.reduction import ReductionConfig, finish, from_words, mean, to_words, widen
 from tdx.kernels.shards import (
@@ -52,6 +61,7 @@ from tdx.kernels.shards import (
 )
 from tdx.language._intrinsic import program_threads
 from tdx.language.signal import program_barrier
+from tdx.language.words import packed_blocks
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 
@@ -284,14 +294,11 @@ def low_latency_two_shot_kernel(
             x, parts, stride, flag, world, numel, shard, tile, OP, RANKS, PAIRS, BLOCK
         )
         values = ()
-        for j in tl.static_range(_VALUES):
+        for j in tl.static_range(packed_blocks()):
             total = mean(totals[j], tdl.num_ranks(world), OP)
             value = to_words(total.to(RESULT), RESULT_PAIRS).to(tl.int32, bitcast=True)
             values = values + (value,)  # noqa: RUF005 - Triton has no star
-        sent = arrived & sound
-        if RESULT_PAIRS:
-            low, high = tl.split(tl.reshape(sent, (LANES, 2)))
-            sent = low & high
+        sent = per_word(arrived & sound, RESULT_PAIRS)
         for hop in tl.static_range(1, RANKS):
             put_tile(
                 results + me * result_stride, tile, values, result_words, flag,
@@ -299,7 +306,7 @@ def low_latency_two_shot_kernel(
             )  # fmt: skip
         if program_threads() > LANES:  # others may send the same words: out may be x
             program_barrier()
-        for j in tl.static_range(_VALUES):
+        for j in tl.static_range(packed_blocks()):
             total = mean(totals[j], tdl.num_ranks(world), OP)
             _finish_tile(
                 total, out, bias, residual, me, numel, columns, shard, tile, j, arrived, world,
@@ -312,8 +319,8 @@ def low_latency_two_shot_kernel(
         )  # fmt: skip
         arrived = per_element(come, RESULT_PAIRS)
         for peer in tl.static_range(RANKS):
-            for j in tl.static_range(_VALUES):
-                value = found[peer * _VALUES + j].to(KIND, bitcast=True)
+            for j in tl.static_range(packed_blocks()):
+                value = found[peer * packed_blocks() + j].to(KIND, bitcast=True)
                 total = widen(from_words(value, RESULT, RESULT_PAIRS))
                 _finish_tile(
                     total, out, bias, residual, peer, numel, columns, shard, tile, j,
@@ -326,10 +333,10 @@ def _finish_tile(
     total, out, bias, residual, peer, numel, columns, shard, tile, j: tl.constexpr, arrived, world,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store value j of a tile of `peer`'s shard."""
-    offsets = tl.cast(tile, tl.int64) * (BLOCK * _VALUES) + j * BLOCK + tl.arange(0, BLOCK)
+    """Store block j of a tile of `peer`'s shard."""
+    offsets, mask = part_of_tile(tl.cast(tile, tl.int64) * (BLOCK * _VALUES), shard, j, BLOCK)
     place = tl.cast(peer, tl.int64) * shard + offsets
-    mask = arrived & (offsets < shard) & (place < numel)
+    mask = arrived & mask & (place < numel)
     finish(
         total, out, bias, residual, place, mask, columns, tdl.num_ranks(world),
         "sum", HAS_BIAS, HAS_RESIDUAL,

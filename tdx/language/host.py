@@ -191,60 +191,75 @@ def wait_any(ptr, value, active, count, control, team, _semantic=None):
 @intrinsic
 def load_ll(ptr, flag, words, mask, control, team, peer, _semantic=None):
     """The data of `words` (1 or 2) data-and-flag words at each pointer, int32 or int64, and ok."""
-    offsets = [8 * i for i in range(unwrap(words))]
-    parts, ok = _load_words(ptr, offsets, 32, flag, mask, control, team, peer)
-    low = [part & np.uint64(0xFFFFFFFF) for part in parts]
+    here = _array(ptr).astype(np.uint64)
+    at = np.stack([here + np.uint64(8 * i) for i in range(unwrap(words))])
+    parts, ok = _load_words(at, 32, flag, _array(mask), control, team, _array(peer))
+    low = parts & np.uint64(0xFFFFFFFF)
     if len(low) == 1:
         value = host_tensor(low[0].astype(np.uint32).view(np.int32), like=ptr)
     else:
         value = host_tensor((low[0] | low[1] << np.uint64(32)).view(np.int64), like=ptr)
-    return value, host_tensor(np.full(parts[0].shape, ok), like=ptr)
+    return value, host_tensor(np.full(here.shape, ok), like=ptr)
 
 
 @intrinsic
-def pack(values, flag, _semantic=None):
-    """The four words of 64 bits that hold 7 blocks of int32 and a flag of 8 bits: store_packed."""
-    data = [_array(value).astype(np.int32).view(np.uint32).astype(np.uint64) for value in values]
-    tops = [part >> np.uint64(24) for part in data[1:6:2]]
+def pack(target, gap, values, flag, mask, _semantic=None):
+    """Pointers, words and mask of what store_packed stores, for blocks as packed_blocks tells."""
+    data = _array(values).astype(np.int32).view(np.uint32).astype(np.uint64).reshape(8, -1)[:7]
+    tops = data[1:6:2] >> np.uint64(24)
     rest = tops[0] | tops[1] << np.uint64(8) | tops[2] << np.uint64(16)
-    highs = [*(part & np.uint64(0xFFFFFF) for part in data[1:6:2]), rest]
+    highs = np.stack([*(data[1:6:2] & np.uint64(0xFFFFFF)), rest])
     tag = np.uint64((_scalar(flag) & 0xFF) << 24)
-    words = [
-        low | (high | tag) << np.uint64(32) for low, high in zip(data[::2], highs, strict=True)
-    ]
-    return tuple(host_tensor(word.view(np.int64), like=values[0]) for word in words)
+    words = (data[::2] | (highs | tag) << np.uint64(32)).view(np.int64).ravel()
+    at = (_array(target).astype(np.uint64) + _offsets(gap)[:, None]).ravel()
+    there = np.broadcast_to(_array(mask) != 0, data.shape[1:])
+    kind = target.type.scalar
+    pointers = core.tensor(abi.host_handle(at, kind), core.block_type(kind, [at.size]))
+    return pointers, host_tensor(words, like=target), host_tensor(np.tile(there, 4), like=target)
 
 
 @intrinsic
-def load_packed(ptr, gap, flag, mask, control, team, peer, _semantic=None):
-    """The 7 blocks of int32 in the four words at each pointer, of which the second pair is `gap`
-    words behind the first, with 8 bits of flag on top; and ok."""
-    offsets = [0, 8, 8 * _scalar(gap), 8 * _scalar(gap) + 8]
-    parts, ok = _load_words(ptr, offsets, 56, flag, mask, control, team, peer)
-    rest = parts[3] >> np.uint64(32)
-    values = []
-    for i, part in enumerate(parts):
-        values.append(part & np.uint64(0xFFFFFFFF))
-        if i < 3:
-            top = (rest >> np.uint64(8 * i) & np.uint64(0xFF)) << np.uint64(24)
-            values.append(part >> np.uint64(32) & np.uint64(0xFFFFFF) | top)
-    blocks = [host_tensor(value.astype(np.uint32).view(np.int32), like=ptr) for value in values]
-    return tuple(blocks), host_tensor(np.full(parts[0].shape, ok), like=ptr)
+def load_packed(ptr, gap, stride, flag, active, control, team, first, ranks, _semantic=None):
+    """What load_packed_all returns, for `ranks` ranks from `first` on.
+
+    Their words are `stride` apart, and `active` has a bit for each, the first the lowest.
+    """
+    ranks = unwrap(ranks)
+    steps = np.arange(ranks, dtype=np.uint64)[:, None, None]
+    lanes = _array(ptr).astype(np.uint64)
+    at = lanes + steps * np.uint64(8 * _scalar(stride)) + _offsets(gap)[:, None]
+    there = _array(active).astype(np.int64) >> steps.astype(np.int64) & 1
+    who = _scalar(first) + steps.astype(np.int64)
+    parts, ok = _load_words(at, 56, flag, there, control, team, who)
+    values = np.zeros((ranks, 8, lanes.size), np.uint64)
+    values[:, :7:2] = parts & np.uint64(0xFFFFFFFF)
+    rest = parts[:, 3] >> np.uint64(32)
+    for i in range(3):
+        top = (rest >> np.uint64(8 * i) & np.uint64(0xFF)) << np.uint64(24)
+        values[:, 2 * i + 1] = parts[:, i] >> np.uint64(32) & np.uint64(0xFFFFFF) | top
+    blocks = values.astype(np.uint32).view(np.int32).reshape(ranks, -1)
+    return tuple(host_tensor(block, like=ptr) for block in blocks), host_tensor(np.array([ok]))
 
 
-def _load_words(ptr, offsets, shift, flag, mask, control, team, peer):
-    addresses, active, peers = np.broadcast_arrays(_array(ptr), _array(mask), _array(peer))
-    parts = [addresses.ravel().astype(np.uint64) + np.uint64(offset) for offset in offsets]
+def _offsets(gap):
+    """Bytes from the pointers of packed words to each of the four."""
+    second = 8 * _scalar(gap)
+    return np.array([0, 8, second, second + 8], np.uint64)
+
+
+def _load_words(addresses, shift, flag, mask, control, team, peer):
+    """The words at `addresses`, 0 outside the mask, once their flags are right; and ok."""
+    addresses, active, peers = np.broadcast_arrays(addresses, mask, peer)
     words, ok = _running().load_words(
-        np.concatenate(parts),
+        addresses.ravel().astype(np.uint64),
         shift,
         _scalar(flag),
-        np.tile(active.ravel() != 0, len(parts)),
+        active.ravel() != 0,
         _scalar(control),
         _scalar(team),
-        np.tile(peers.ravel().astype(np.int64), len(parts)),
+        peers.ravel().astype(np.int64),
     )
-    return np.asarray(words, np.uint64).reshape(len(parts), *addresses.shape), bool(ok)
+    return np.asarray(words, np.uint64).reshape(addresses.shape), bool(ok)
 
 
 @intrinsic

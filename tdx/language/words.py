@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import core
 
 from tdx.language import amd, host, nvidia
-from tdx.language._intrinsic import as_tensor, bits, device_call, is_host, is_nvidia
+from tdx.language._intrinsic import as_tensor, bits, device_call, intrinsic, is_host, is_nvidia
 from tdx.language.address import rank, symm_at, team_index
 from tdx.language.signal import _all_lanes, _int32, program_index
 
@@ -202,6 +203,17 @@ def _poll(
     return again[:-1], (settled != 0) & (again[ranks * count] == 0)
 
 
+@intrinsic
+def packed_blocks(_semantic=None):
+    """Constexpr: how many blocks hold a tile of packed values.
+
+    A block for each of the 7 values in a lane. On the host tier, where every operation costs much
+    and an element of it little, one of 8 times as many lanes holds them one after the other, and
+    its last eighth is of no use.
+    """
+    return 1 if _semantic is None else core.constexpr(7)
+
+
 @triton.jit
 def store_packed(ptr, gap, values, flag, peer, world, mask=True):
     """Store 28 bytes of data in four words in `peer`'s heap, each with 8 bits of flag on top.
@@ -212,7 +224,7 @@ def store_packed(ptr, gap, values, flag, peer, world, mask=True):
         Where the first two words are, in this rank's heap, 16-byte aligned.
     gap : int
         Words from there to the other two: even.
-    values : tuple of 7 blocks of int32
+    values : tuple of packed_blocks() blocks of int32
     flag : int or scalar
         Its low 8 bits count. All words that are read in each call of their slot are written in
         each, so that a word never holds a flag that is older than the slot's last call.
@@ -220,9 +232,13 @@ def store_packed(ptr, gap, values, flag, peer, world, mask=True):
         As for store_ll, as are ordering, fault and replay safety.
     """
     target = symm_at(ptr, peer, world)
-    words = host.pack(values, flag) if is_host() else _pack(values, _int32(flag) << 24)
-    for pair in tl.static_range(2):
-        _store_pair(target + pair * gap, words[2 * pair], words[2 * pair + 1], mask)
+    if is_host():
+        at, words, there = host.pack(target, gap, values[0], flag, mask)
+        _store_word(at, words, there)
+    else:
+        words = _pack(values, _int32(flag) << 24)
+        for pair in tl.static_range(2):
+            _store_pair(target + pair * gap, words[2 * pair], words[2 * pair + 1], mask)
 
 
 @triton.jit
@@ -240,13 +256,13 @@ def _pack(values, tag):
 def load_packed(ptr, gap, flag, world, mask=True, peer=-1):
     """Wait for what `store_packed` wrote into this rank's heap.
 
-    Returns `(values, ok)`: the 7 blocks, and int1 per lane, not the same in every thread: use it
-    as a mask. Deadline and fault: as load_ll, whose `peer` this is.
+    Returns `(values, ok)`: the packed_blocks() blocks, and int1 per lane, not the same in every
+    thread, or one for all: use it as a mask. Deadline and fault: as load_ll; `peer` is one rank.
     """
     team = team_index(world)
     tag = _int32(flag) & 0xFF
     if is_host():
-        values, ok = host.load_packed(ptr, gap, tag, mask, world.control, team, peer)
+        values, ok = host.load_packed(ptr, gap, 0, tag, mask, world.control, team, peer, 1)
     else:
         ok = as_tensor(mask).to(tl.int1)
         words = ()
@@ -268,12 +284,17 @@ def load_packed(ptr, gap, flag, world, mask=True, peer=-1):
 def load_packed_all(ptr, gap, stride, flag, world, whose, ranks: tl.constexpr, mask=True):
     """`load_packed` of what the ranks in `whose` stored, all in flight at once: see load_ll_all.
 
-    `whose` has a bit for each rank. Returns `(values, ok)`: a tuple of `ranks * 7` blocks of int32,
-    rank by rank, those of ranks outside `whose` of no use, and int1 per lane.
+    `whose` has a bit for each rank. Returns `(values, ok)`: a tuple of `ranks * packed_blocks()`
+    blocks of int32, rank by rank, those of ranks outside `whose` of no use, and int1 per lane, or
+    one for all.
     """
-    if is_nvidia():
-        active = tl.where(as_tensor(mask).to(tl.int1), whose, 0)
-        team, at, tag = team_index(world), ptr.to(tl.int64), _int32(flag) & 0xFF
+    team = team_index(world)
+    tag = _int32(flag) & 0xFF
+    active = tl.where(as_tensor(mask).to(tl.int1), whose, 0)
+    if is_host():
+        values, ok = host.load_packed(ptr, gap, stride, tag, active, world.control, team, 0, ranks)
+    elif is_nvidia():
+        at = ptr.to(tl.int64)
         words, ok = _poll(at, stride * 8, gap * 8, tag, 56, active, world.control, team, ranks, 4)
         values = ()
         for p in tl.static_range(ranks):
