@@ -10,7 +10,7 @@ low_latency  Each rank pushes its array to all others as 64-bit words, 7 bytes o
              flag, and reads what the others pushed: see packed.py. 8/7 * (W - 1) * S bytes out, one
              hop, no meeting, two slots as above. Up to 16 ranks, 4 MiB, types of 2 and 4 bytes.
 two_shot     Rank r reduces shard r and pushes the result to all: 2 * (W - 1) / W * S bytes out, two
-             hops; and low_latency_two_shot, the same in words with flags. See two_shot.py.
+             hops (two_shot.py); low_latency_two_shot, the same in words (two_shot_words.py).
 
 Result: accumulated in float32 (float64 for float64, integers in their own type, wrapping) from
 rank 0 upwards, then divided by W for "avg", plus bias, plus residual, rounded once. So its bits
@@ -43,16 +43,9 @@ from tdx.kernels.packed import (
     sum_tile,
     tiles_of,
 )
-from tdx.kernels.plan import Plan, check_low_latency, plain_shape
+from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.pushing import check_overlap
-from tdx.kernels.reduction import (
-    ReductionConfig,
-    check_added,
-    check_types,
-    combine,
-    finish,
-    widen,
-)  # fmt: skip
+from tdx.kernels.reduction import ReductionConfig, check_added, check_types, combine, finish, widen
 from tdx.kernels.select import (
     STAGING_BYTES,
     block_elements,
@@ -60,7 +53,10 @@ from tdx.kernels.select import (
     shard_block,
     takes_low_latency,
 )  # fmt: skip
-from tdx.kernels.two_shot import Run, bind_low_latency_two_shot, bind_two_shot
+from tdx.kernels.two_shot import Run, bind_two_shot
+from tdx.kernels.two_shot_words import bind_low_latency_two_shot
+from tdx.language._intrinsic import program_threads
+from tdx.language.signal import program_barrier
 from tdx.language.words import packed_blocks
 from tdx.runtime import dtypes
 from tdx.runtime.checks import check_flag
@@ -150,6 +146,8 @@ def low_latency_kernel(
         for hop in tl.static_range(1, RANKS):
             peer = (me + hop) % RANKS
             put_tile(base + me * stride, tile, own, words, flag, peer, world, sound, LANES)
+    if program_threads() > LANES:  # others may send the same words: out may be x
+        program_barrier()
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         first = tl.cast(tile, tl.int64) * TILE
         totals, arrived = sum_tile(
@@ -216,6 +214,7 @@ class AllReduce(Plan):
             self._columns = self.shape[-1] if self.shape else 1
             adds, arch = bias or residual, world.device.arch
             check_types(self.operation, self.dtype, self.out_dtype, op, arch, adds)
+            check_algorithm(self.operation, algorithm, Config.algorithms)
             Config.check(config, self.operation, algorithm)
             travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
             self.config = config or choose(
@@ -391,8 +390,7 @@ def all_reduce(
     Returns the result in the caller's own framework, fresh unless `out` is given; a tdx array
     for a tdx array. Every rank gets the same bits, but that each adds its own bias and residual.
 
-    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, and a
-    pending fault.
+    Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted, a fault.
     """
     options = {
         "op": op, "out_dtype": out_dtype, "bias": bias is not None,

@@ -8,12 +8,13 @@ one_shot              Each rank copies x into a symmetric slot, all meet block b
                       reads the rows of all ranks and normalises all of them. (W - 1) * S bytes in,
                       one hop and one meeting; two slots in turn (see all_reduce.py).
 low_latency           The same by pushed words of data and flag: 2 * (W - 1) * S bytes out, no
-                      meeting. Up to 16 ranks and 4 MiB.
+                      meeting. Up to 16 ranks and 4 MiB, of rows padded to 64 bytes.
 two_shot              Rank r adds the rows of shard r and pushes h to all, who normalise all rows:
                       2 * (W - 1) / W * S bytes out, two hops, as many bytes as the all-reduce
                       alone. Pushes, steps and slots as shards.py has them where ranks work ahead.
 low_latency_two_shot  The same by words of data and flag, but that each rank adds its columns of all
-                      rows: twice the bytes, no signals. Limits as above.
+                      rows: twice the bytes, no signals. Limits as above, of columns of a rank
+                      padded to 64 bytes.
 
 A row is one block's, so that its mean needs no other; but with words, where all wait for what is on
 its way, several blocks share one (see rms_norm_words.py).
@@ -134,7 +135,8 @@ class AllReduceRmsNorm(Plan):
             if way.startswith("low_latency"):
                 shares = size if way.endswith("two_shot") else 1
                 nbytes = word_bytes(self._rows, self._columns, self.dtype, shares)
-                check_low_latency(self.operation, nbytes, size, (self.dtype,), way)
+                unit = f"bytes of {'rows' if shares == 1 else 'shares of rows'} padded to 64"
+                check_low_latency(self.operation, nbytes, size, (self.dtype,), way, unit=unit)
             self.result, self._residuals = (self.shape, self.dtype), Results()
             shared.update(
                 shape=self.shape, dtype=self.dtype, bias=bias, residual=residual, eps=eps,

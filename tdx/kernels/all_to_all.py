@@ -2,7 +2,7 @@
 
 W ranks, blocks of S bytes:
 
-low_latency  2 * (W - 1) * S bytes out as words of data and flag, one hop and no meeting; see
+low_latency  8/7 * (W - 1) * S bytes out as words of data and flag, one hop and no meeting; see
              low_latency.py. Blocks of up to 4 MiB, up to 16 ranks.
 push         (W - 1) * S bytes out, straight into results in symmetric memory, else through staging
              slots of at most 64 MiB; two meetings, and one more for each further round of staging;

@@ -364,9 +364,9 @@ def check_algorithm(operation: str, algorithm: Any, known: Sequence[str]) -> Non
 
 def check_low_latency(
     operation: str, nbytes: int, ranks: int, kinds: tuple[np.dtype, ...] = (),
-    algorithm: str = "low_latency", most: int = LOW_LATENCY_BYTES,
+    algorithm: str = "low_latency", most: int = LOW_LATENCY_BYTES, unit: str = "bytes",
 ) -> None:  # fmt: skip
-    """Raise unless `takes_low_latency`."""
+    """Raise unless `takes_low_latency`; `unit` says what `nbytes` counts."""
     if takes_low_latency(nbytes, ranks, kinds, most):
         return
     for kind in kinds:
@@ -376,8 +376,8 @@ def check_low_latency(
                 "algorithm"
             )
     raise InvalidArgument(
-        f"{operation}: {algorithm} takes up to {most} bytes and {LOW_LATENCY_RANKS} "
-        f"ranks, not {nbytes} bytes on {ranks} ranks; use another algorithm"
+        f"{operation}: {algorithm} takes up to {most} {unit} and {LOW_LATENCY_RANKS} "
+        f"ranks, not {nbytes} on {ranks} ranks; use another algorithm"
     )
 
 

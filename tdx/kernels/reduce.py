@@ -151,7 +151,9 @@ class Reduce(Plan):
         was waited for by a call that raises faults.
         """
         writes = self.here or self._out is not None
-        known = self.again(stream, x, out if writes or out is not None else x)
+        known = None
+        if self.here or out is None:
+            known = self.again(stream, x, out if writes else x)
         handle, op, to = known or self._begin(stream, x, out)
         if self._numel:
             self._run(handle, op, to, op, op)

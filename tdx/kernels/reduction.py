@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.select import MOST_WARPS, power_of_two
+from tdx.kernels.select import MOST_ELEMENTS, MOST_WARPS, power_of_two
 from tdx.runtime import dtypes
 from tdx.runtime.checks import make_ints
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
@@ -33,7 +33,6 @@ __all__ = [
     "widen",
 ]
 
-_MOST_ELEMENTS = 1 << 20  # of a block of Triton
 OPERATIONS = ("sum", "avg", "max", "min")
 
 
@@ -92,10 +91,11 @@ class ReductionConfig:
         make_ints(self, "block", "num_warps", *given)
         for name in ("block", "num_warps"):
             value = getattr(self, name)
-            if value != power_of_two(value) or value < (2 if name == "block" else 1):
-                raise InvalidArgument(f"{name}={value} must be a power of two")
+            least = 2 if name == "block" else 1
+            if value != power_of_two(value) or value < least:
+                raise InvalidArgument(f"{name}={value} must be a power of two >= {least}")
         # the host tier holds 8 lanes' values in a block: see packed_blocks
-        most = _MOST_ELEMENTS // (8 if self.algorithm.startswith("low_latency") else 1)
+        most = MOST_ELEMENTS // (8 if self.algorithm.startswith("low_latency") else 1)
         if self.block > most or self.num_warps > MOST_WARPS:
             raise InvalidArgument(
                 f"block={self.block} must be at most {most} for {self.algorithm}, and "

@@ -173,6 +173,8 @@ def low_latency_kernel(
     a thread has two words.
     """
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
+    # several threads have, and send, the same words
+    SHARED: tl.constexpr = program_threads() > BLOCK // PER_WORD
     columns = known(columns, EVEN)
     me = tdl.rank(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
@@ -192,6 +194,8 @@ def low_latency_kernel(
             count = tl.cdiv(columns - first, PER_WORD)
             for hop in tl.static_range(1, RANKS):
                 send_elements(value, to, count, flag, world, (me + hop) % RANKS, sound, PAIRS, WIDE)
+    if SHARED:  # h or results may go where the others read what they send
+        program_barrier()
     for index in range(group, rows, groups):
         begin = tl.cast(index, tl.int64) * columns
         there = tl.full((BLOCK,), 1, tl.int1)

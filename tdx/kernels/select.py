@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 __all__ = [
-    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_WARPS", "MOVEMENT", "SCATTERED_BYTES",
-    "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
+    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_ELEMENTS", "MOST_WARPS", "MOVEMENT",
+    "SCATTERED_BYTES", "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
     "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants", "engines_us",
     "follows", "gather_algorithm", "gather_chunks", "movement_algorithm", "power_of_two",
     "push_block", "push_tile", "row_block", "row_words", "shard_block", "shared_bytes",
@@ -87,6 +87,7 @@ class Constants:
     summed_bytes: int
 
 
+MOST_ELEMENTS = 1 << 20  # of a block of Triton's
 MOST_WARPS = 32  # of a block, on NVIDIA GPUs; AMD's take 16
 _NEVER = 1 << 62
 # of bfloat16 with 128 rows and a depth of 64 on an H200, all multiprocessors busy

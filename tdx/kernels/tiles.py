@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tdx.kernels.select import MOST_WARPS, constants, power_of_two, shared_bytes
+from tdx.kernels.select import MOST_ELEMENTS, MOST_WARPS, constants, power_of_two, shared_bytes
 from tdx.runtime.checks import make_ints
 from tdx.runtime.errors import InvalidArgument
 
@@ -56,6 +56,12 @@ class Config:
             value = getattr(self, name)
             if value < 16 or value != power_of_two(value):
                 raise InvalidArgument(f"{name}={value} must be a power of two >= 16")
+        m, n, k = self.block_m, self.block_n, self.block_k
+        if max(m * n, m * k, k * n) > MOST_ELEMENTS:
+            raise InvalidArgument(
+                f"tiles of block_m={m}, block_n={n} and block_k={k}: none of the three products of "
+                f"two of them may be above {MOST_ELEMENTS} elements"
+            )
         if self.num_warps < 1 or self.num_warps != power_of_two(self.num_warps):
             raise InvalidArgument(f"num_warps={self.num_warps} must be a power of two")
         if self.num_warps > MOST_WARPS:

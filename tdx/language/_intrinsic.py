@@ -20,6 +20,7 @@ _ORDERS = {
     "get": "(dst, src, numel, peer, world)",
     "notify": "(ptr, peer, world, value)",
     "put": "(dst, src, numel, peer, world)",
+    "store_ll": "(ptr, value, flag, peer, world)",
     "put_signal": "(dst, src, numel, signal, value, peer, world)",
     "symm_at": "(ptr, peer, world)",
     "wait": "(ptr, world, value)",

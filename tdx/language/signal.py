@@ -86,8 +86,8 @@ def wait_all(ptr, count, world, value, cmp: tl.constexpr = _GE, first_peer=0):
     As `wait` with a block of pointers, for a count known only at run time (0 is satisfied). Signal
     i belongs to rank `first_peer` + i of `world`. Ordering, deadline and `ok` are those of `wait`.
     """
-    check_signal("wait_all", ptr, value, first_peer)
-    check_integers("wait_all", count=count)
+    check_signal("wait_all", ptr, value)
+    check_integers("wait_all", count=count, first_peer=first_peer)
     check_choice("wait_all: cmp", cmp, "ge", "eq")
     return _wait_span(ptr, count, value, cmp, world.control, team_index(world), first_peer)
 

@@ -13,7 +13,16 @@ import triton.language as tl
 from triton.language import core
 
 from tdx.language import amd, host, nvidia
-from tdx.language._intrinsic import as_tensor, bits, device_call, intrinsic, is_host, is_nvidia
+from tdx.language._intrinsic import (
+    as_tensor,
+    bits,
+    check_integers,
+    check_pointers,
+    device_call,
+    intrinsic,
+    is_host,
+    is_nvidia,
+)
 from tdx.language.address import rank, symm_at, team_index
 from tdx.language.signal import _all_lanes, _int32, program_index
 
@@ -45,6 +54,8 @@ def store_ll(ptr, value, flag, peer, world, mask=True):
     Replay safety: that of the flag. Two slots used in turn (by the epoch's parity) let a sender
     run one call ahead where each call waits for every peer.
     """
+    check_pointers("store_ll", ptr=ptr)
+    check_integers("store_ll", flag=flag, peer=peer)
     target = symm_at(ptr, peer, world)
     tag = _int32(flag).to(tl.int64) << 32
     value = as_tensor(value)
@@ -135,7 +146,7 @@ def load_ll_all(
     ranks : constexpr int
         Ranks of `world`, at most 16.
     mask : bool, scalar or block
-        Lanes without it neither load nor wait.
+        Lanes without it neither load nor wait, and are ok.
 
     Returns `(values, ok)`: a tuple of `ranks` blocks, whose own rank's entry is 0, and int1 per
     lane, not the same in every thread: use it as a mask. Ordering, deadline, fault: as load_ll.
@@ -170,15 +181,16 @@ def _load_words_all(ptr, stride, flag, world, ranks: tl.constexpr, mask, count: 
         for i in tl.static_range(ranks * count):
             words = words + (found[i].to(tl.int32),)  # noqa: RUF005
     else:
-        ok = as_tensor(mask).to(tl.int1)
+        active = as_tensor(mask).to(tl.int1)
+        ok = active | True
         kind: tl.constexpr = tl.int32 if count == 1 else tl.int64
         for p in tl.static_range(ranks):
-            there = as_tensor(mask).to(tl.int1) & (me != p)
+            there = active & (me != p)
             value, come = load_ll(ptr + p * stride, flag, world, there, p, kind, False)
             words = words + (value.to(tl.int32),)  # noqa: RUF005
             if count > 1:
                 words = words + ((value >> 32).to(tl.int32),)  # noqa: RUF005
-            ok = ok & come
+            ok = ok & (come | ~there)
     return words, ok
 
 

@@ -28,35 +28,45 @@ __all__ = ["Block", "Exports", "LocalBlock", "SymmetricBlock"]
 class Exports:
     """Which exports of a world's memory are still held by consumers, and whether it is closed.
 
+    `mapped` of them are of symmetric memory, which ends with the window.
+
     Finalizers call this in any thread, so it only adds to and discards from a set. When the
     world has been closed, `closed` says why.
     """
 
     def __init__(self) -> None:
         self._held: set[object] = set()
+        self._in_window: set[object] = set()
         self._at_end: list[Callable[[], None]] = []
         self.closed = ""
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self) -> object:
+    @property
+    def mapped(self) -> int:
+        return len(self._in_window)
+
+    def hold(self, symmetric: bool) -> object:
         token = object()
         self._held.add(token)
+        if symmetric:
+            self._in_window.add(token)
         return token
 
     def release(self, token: object) -> None:
         self._held.discard(token)
+        self._in_window.discard(token)
         self._see()
 
     def when_empty(self, action: Callable[[], None]) -> None:
-        """Run `action` with the last release, or now."""
+        """Run `action` with the last release of symmetric memory, or now."""
         self._at_end.append(action)
         self._see()
 
     def _see(self) -> None:
         with contextlib.suppress(IndexError):  # two threads may come here with the last ones
-            while not self._held:
+            while not self._in_window:
                 action = self._at_end.pop()
                 action()
 
@@ -143,7 +153,7 @@ class Block:
 
     def export(self) -> tuple[object, Callable[[], None]]:
         """Note a consumer: (owner to keep alive, what to call when it is done)."""
-        token = self.exports.hold()
+        token = self.exports.hold(self.symmetric)
         self._held += 1
 
         def released() -> None:

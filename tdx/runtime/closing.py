@@ -45,14 +45,14 @@ def close(world: World, meet: bool, error: BaseException | None = None) -> None:
         _note_damage(world.channels, failure or world.faults.raised or error)
     _mark(world, "its world is closed")
     held = len(world.exports)
-    if held:
+    if world.exports.mapped:
         world.teardown.forget(world.window.close)
         world.exports.when_empty(world.window.close)
     failures = world.teardown.rollback()
     if held:  # said last: it may be made an error
         warnings.warn(
             f"tdx world closed while {held} exported array(s) are still held; "
-            "their memory stays mapped until they are dropped",
+            "their memory stays until they are dropped",
             ResourceWarning,
             stacklevel=3,
         )
@@ -81,7 +81,7 @@ def give_up(world: World) -> None:
     world.teardown.forget(world.channels.close)
     failures = world.teardown.rollback()
     weakref.finalize(world, _unmap, world.window, world.exports).atexit = False
-    if not len(world.exports):
+    if not world.exports.mapped:
         world.window.unmap_peers()
     if failures:
         raise failures[0]

@@ -226,6 +226,13 @@ def host_array(source: Any, dtype: Any = None) -> Any:
             f"{reprlib.repr(source)} cannot be made an array: {error}; pass numbers, nested "
             "sequences of equal lengths, or an array"
         ) from error
+    if dtype is not None and np.dtype(dtype).kind in "biu" and not hasattr(source, "dtype"):
+        whole = np.asarray(source)
+        if whole.dtype.kind in "fc" and not (whole == found).all():
+            raise DtypeError(
+                f"{reprlib.repr(source)} is not of {np.dtype(dtype)}: pass whole numbers, or "
+                "convert them first as you mean it"
+            )
     if found.dtype.kind in "OSU":
         raise DtypeError(
             f"{reprlib.repr(source)} would be an array of {found.dtype}, which tdx does not take: "

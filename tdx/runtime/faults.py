@@ -101,6 +101,7 @@ class Faults:
         self._said = False
         self._left_since = math.inf  # when peers were first seen to have left
         self._stop = threading.Event()
+        world.channels.gave_up = self._gave_up
         self._watcher = threading.Thread(target=self._watch, name="tdx-watcher", daemon=True)
         self._watcher.start()
 
@@ -155,6 +156,13 @@ class Faults:
         elif self.first is None and (left := self._left()):
             self._stand(channels.explain(left))
         return self.stands()
+
+    def _gave_up(self, error: TdxError) -> None:
+        """An operation of the host ended in `error`, which its caller gets, and every later one."""
+        if not self._world.closing:
+            self._said = True
+            self._stand(error)
+            self.raised = error
 
     def _stand(self, fault: TdxError) -> None:
         """Let a fault stand, unless another one does."""
@@ -257,8 +265,7 @@ class Faults:
                 self._end_process(lost)
             if stands and not self._said:
                 self._said = True
-                sys.stderr.write(f"tdx: {self._exception()}\n")
-                sys.stderr.flush()
+                _say(str(self._exception()))
 
     def _end_process(self, lost: frozenset[int]) -> None:
         """End the job as `on_peer_failure="abort"` asks for; one rank says why."""
@@ -268,8 +275,7 @@ class Faults:
             with contextlib.suppress(TdxError):  # who has the lock may be stopped
                 chosen = page.settle(ABORT_QUESTION, speaker, _WATCH_S)
         if chosen == speaker:
-            sys.stderr.write(f"tdx: {self._lost(lost)}: ending the job (on_peer_failure)\n")
-            sys.stderr.flush()
+            _say(f"{self._lost(lost)}: ending the job (on_peer_failure)")
         else:
             time.sleep(_WATCH_S)  # a launcher ends all ranks with the first: let that one speak
         remove(files_of("self"))
@@ -277,6 +283,7 @@ class Faults:
 
     def close(self) -> None:
         """Stop the watcher and return the memory; no kernel may run any more."""
+        self._world.channels.gave_up = None  # which may outlive this world
         self._stop.set()
         self._watcher.join()
         driver = self._world.driver
@@ -284,3 +291,10 @@ class Faults:
             driver.free(self.address, self._world.stream.handle)
         finally:
             driver.host_free(self._record_address)
+
+
+def _say(text: str) -> None:
+    """Write a line to stderr, if there is one that takes it."""
+    with contextlib.suppress(Exception):
+        sys.stderr.write(f"tdx: {text}\n")
+        sys.stderr.flush()

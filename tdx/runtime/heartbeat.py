@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tdx import abi
 from tdx.runtime.board import CallBoard, board_bytes
+from tdx.runtime.descriptors import exchange_fds
 from tdx.runtime.errors import Closed, PeerTimeout
 from tdx.runtime.undo import Undo
 
@@ -38,7 +39,7 @@ __all__ = [
 # Questions that the ranks of a page can settle: two for each round of recovery, and one more.
 _ROUNDS = abi.MAX_RANKS
 ABORT_QUESTION = 2 * _ROUNDS  # which rank says why the job ends
-_BEATS, _STATE, _STAGE, _DAMAGED, _PROCESS, _FAULT_LENGTH, _FAULT_ORIGIN = range(7)
+_BEATS, _STATE, _STAGE, _DAMAGED, _PROCESS, _FAULT_LENGTH, _FAULT_ORIGIN, _GIVEN_UP = range(8)
 _SLOT_WORDS = 8  # 64-bit words, a cache line
 _ANSWERS = abi.MAX_RANKS * _SLOT_WORDS
 _FAULTS_AT = (_ANSWERS + ABORT_QUESTION + 1) * 8
@@ -123,6 +124,14 @@ class HeartbeatPage:
     def damaged(self, rank: int) -> bool:
         """The rank gave the world up because of a fault."""
         return bool(self._read(rank, _DAMAGED))
+
+    def give_up(self, stamp: int) -> None:
+        """Show which operation of the host channel, not 0, this rank has waited for in vain."""
+        self._write(_GIVEN_UP, stamp)
+
+    def given_up(self, rank: int) -> int:
+        """What `give_up` was given there; 0: nothing."""
+        return self._read(rank, _GIVEN_UP)
 
     def tell_fault(self, origin: int, text: str) -> None:
         """Say why this rank gives up, as far as there is room; what was said first stays.
@@ -231,7 +240,7 @@ def share_page(channel: HostChannel) -> HeartbeatPage | None:
     fds: list[int | None] = []
     made: list[HeartbeatPage] = []
     try:
-        fds = channel.exchange_fds(own, "init: heartbeat page")
+        fds = exchange_fds(channel, own, "init: heartbeat page")
         page = fds[0]
         assert page is not None
         step = functools.partial(HeartbeatPage, page, channel.rank, channel.size)

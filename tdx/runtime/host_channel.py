@@ -13,13 +13,13 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tdx.runtime.board import Entry, explained
 from tdx.runtime.errors import Closed, CollectiveMismatch, PeerLost, PeerTimeout, TdxError
 from tdx.runtime.exchange import Mesh
-from tdx.runtime.frames import Inbox, Link, Message, encode, group_of, members_of, require_uncut
+from tdx.runtime.frames import Inbox, Link, Message, encode, group_of, members_of
 from tdx.runtime.heartbeat import PRESENT, Absence, HeartbeatPage, beating, share_page
 from tdx.runtime.outcomes import describe_ranks, pack_error, raise_for_peers, require_same_calls
 from tdx.runtime.unix_sockets import check_timeout, close_fds
@@ -41,6 +41,9 @@ class HostChannel:
     seconds (None: the default given here; 0: no deadline), CollectiveMismatch if ranks make
     different calls, InvalidArgument for bad members, Closed after `close`. One thread at a time
     takes part; `lost` and `heartbeat` may be called from any thread at any time.
+
+    An operation that a rank gave up is given up for good: `gave_up`, where it is set, gets the
+    error, and members that come to it afterwards raise as well.
     """
 
     def __init__(self, mesh: Mesh, timeout_s: float = 30.0):
@@ -60,6 +63,7 @@ class HostChannel:
         self._numbers: dict[int, int] = {}  # group -> operations begun
         self._shown: dict[int, Entry] = {}  # group -> what peers see of them
         self.mismatch: CollectiveMismatch | None = None  # what `explain` found
+        self.gave_up: Callable[[TdxError], None] | None = None
         self._inbox = Inbox()
         self._awaited: tuple[int, int] | None = None
         self._lost: frozenset[int] = frozenset()
@@ -81,7 +85,7 @@ class HostChannel:
         timeout_s: float | None = None,
     ) -> list[bytes]:
         """Every member's `payload`, in the order of `members`. `what` must be equal on all."""
-        messages = self._exchange(what, payload, members, timeout_s)
+        messages = self.exchange(what, payload, members, timeout_s)
         return [message.payload for message in messages.values()]
 
     def barrier(
@@ -106,9 +110,9 @@ class HostChannel:
         names this rank and the reason, while here `refused` itself is raised, without waiting.
         """
         if refused is not None:
-            self._post(f"refused: {type(refused).__name__}: {refused}", b"", members)
+            self.post(f"refused: {type(refused).__name__}: {refused}", b"", members)
             raise refused
-        self._exchange(record, b"", members, timeout_s)
+        self.exchange(record, b"", members, timeout_s)
 
     def together(
         self,
@@ -126,48 +130,11 @@ class HostChannel:
         try:
             result = step()
         except BaseException as error:
-            self._post(what, pack_error(error), members)
+            self.post(what, pack_error(error), members)
             raise
-        messages = self._exchange(what, b"", members, timeout_s)
+        messages = self.exchange(what, b"", members, timeout_s)
         raise_for_peers({rank: message.payload for rank, message in messages.items()}, what)
         return result
-
-    def exchange_fds(
-        self, fd: int | Mapping[int, int] | None, what: str,
-        members: Sequence[int] | None = None, timeout_s: float | None = None,
-    ) -> list[int | None]:  # fmt: skip
-        """Every member's descriptor, in the order of members; None for ranks that gave none.
-
-        `fd`, one for all or one for each member, stays the caller's. The caller owns every
-        descriptor returned, its own entry being a duplicate; all are close-on-exec. If one does
-        not arrive, every rank raises.
-        """
-        copies: list[int] = []  # used up from the end
-        try:
-            peers = [
-                rank for rank in members_of(members, self.rank, self.size) if rank != self.rank
-            ]
-            for rank in (self.rank, *reversed(peers)):
-                given = fd[rank] if isinstance(fd, Mapping) else fd
-                if given is not None:
-                    copies.append(os.dup(given))
-        except OSError as error:
-            close_fds(copies)
-            refused = TdxError(f"{what}: the descriptor {fd} cannot be duplicated: {error}")
-            self.agree(what, refused, members)
-        received = f"{what}: receiving"
-        try:
-            messages = self._exchange(what, b"", members, timeout_s, copies)
-        except (PeerLost, PeerTimeout) as error:
-            self._post(received, pack_error(error), members)  # peers may have come as far as that
-            raise
-        try:
-            self.together(lambda: require_uncut(messages), received, members, timeout_s)
-        except BaseException:
-            for message in messages.values():
-                message.discard()
-            raise
-        return [message.fd for message in messages.values()]
 
     def heartbeat(self) -> None:
         """Tell the peers that this rank is at work: their deadlines start again."""
@@ -233,7 +200,7 @@ class HostChannel:
             self._mesh.close()
             self._inbox.clear()
 
-    def _exchange(
+    def exchange(
         self,
         what: str,
         payload: bytes,
@@ -256,7 +223,10 @@ class HostChannel:
                 try:
                     self._collect(what, group, number, peers, limit)
                 except (PeerLost, PeerTimeout) as error:
-                    raise self.explain(error) from None
+                    why = self.explain(error)
+                    if isinstance(error, PeerTimeout) and not self._stage:
+                        self._give_up(why, group, number)
+                    raise why from None
                 inbox = {p: self._inbox.take(p, group, number) for p in peers}
             own.fd = copies.pop() if copies else None
         finally:
@@ -270,7 +240,15 @@ class HostChannel:
             raise
         return messages
 
-    def _post(self, what: str, payload: bytes, members: Sequence[int] | None) -> None:
+    def _give_up(self, why: TdxError, group: int, number: int) -> None:
+        """Let peers that come to the operation later, and this rank's later calls, know."""
+        if self.page is not None:
+            self.page.tell_fault(*(getattr(why, "origin", None) or (self.rank, str(why))))
+            self.page.give_up(_stamp(group, number))
+        if self.gave_up is not None:
+            self.gave_up(why)
+
+    def post(self, what: str, payload: bytes, members: Sequence[int] | None) -> None:
         """This rank's part in an operation whose outcome it does not wait for."""
         with contextlib.suppress(TdxError):
             ranks = members_of(members, self.rank, self.size)
@@ -317,6 +295,7 @@ class HostChannel:
                 raise self._peer_lost(what, gone)
             self._refuse_the_vain(what, group, number, missing)
             if not (waiting := missing or [p for p in peers if self._links[p].unsent]):
+                self._refuse_the_given_up(what, group, number, peers)
                 return
             now = time.monotonic()
             for peer in waiting:
@@ -339,6 +318,14 @@ class HostChannel:
                 self._pump(0)  # what it said before, or that it has ended
                 if (peer, group, number) not in self._inbox and not self._links[peer].ended:
                     raise self._late(what, [peer], peer, absence)
+
+    def _refuse_the_given_up(self, what: str, group: int, number: int, peers: list[int]) -> None:
+        """Raise if a peer that has sent its message did not wait for the others'."""
+        if self.page is not None and not self._stage:
+            stamp = _stamp(group, number)
+            for peer in peers:
+                if self.page.given_up(peer) == stamp:
+                    raise self._late(what, [peer], peer, self.page.absence([peer], 0, True))
 
     def _signs(self, peer: int) -> tuple[int, int]:
         beats = self.page.beats(peer) if self.page is not None else 0
@@ -398,3 +385,8 @@ class HostChannel:
                     self._pump(0)
             finally:
                 self._lock.release()
+
+
+def _stamp(group: int, number: int) -> int:
+    """An operation as a word that is not 0."""
+    return hash((group, number)) & 0xFFFFFFFF | 1 << 32

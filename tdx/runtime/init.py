@@ -68,8 +68,9 @@ def init(
         `init` yet, which it waits for without end: then it says so on stderr, once, after
         `timeout_s` (0: 30) seconds.
     on_peer_failure : {"raise", "abort"}
-        What survivors of a lost peer do: their next call raises PeerLost, or the process ends at
-        once with exit code 1, without its exit functions.
+        What survivors of a peer whose process is lost do: their next call raises PeerLost, or the
+        process ends at once with exit code 1, without its exit functions. A peer that closed its
+        world after an error is not lost: PeerLost in both cases.
 
     Raises
     ------

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tdx.runtime.closing import give_up
+from tdx.runtime.descriptors import exchange_fds
 from tdx.runtime.errors import Closed, PeerLost, PeerTimeout
 from tdx.runtime.exchange import Mesh
 from tdx.runtime.mpi_end import skip_mpi_finalize, watch_at_exit
@@ -69,7 +70,7 @@ class Survivors:
             for rank in members:
                 here[rank], there[rank] = (opened.enter_context(s) for s in socket.socketpair())
             ends = {rank: sock.fileno() for rank, sock in there.items()}
-            fds = self._channel.exchange_fds(ends, "world.recover: connections", members)
+            fds = exchange_fds(self._channel, ends, "world.recover: connections", members)
             given = {}
             for rank, fd in zip(members, fds, strict=True):
                 assert fd is not None

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tdx import abi
+from tdx.runtime.descriptors import exchange_fds
 from tdx.runtime.errors import HeapExhausted
 from tdx.runtime.heap import UNKNOWN, Heap, HeapFull, Made, format_bytes
 from tdx.runtime.stream import ANYWHERE, NOWHERE, finished
@@ -151,7 +152,7 @@ class Window:
                 return fd
 
             fd = channel.together(export, what, ranks)
-            fds = channel.exchange_fds(fd, what, ranks)
+            fds = exchange_fds(channel, fd, what, ranks)
 
             def map_all() -> None:
                 for peer, theirs in zip(ranks, fds, strict=True):

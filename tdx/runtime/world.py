@@ -367,8 +367,8 @@ class World(Group):
         """Wait for the device and for the other ranks, then give everything back. Collective.
 
         Arrays, plans, streams and graphs of the world cannot be used afterwards. Memory that a
-        consumer of an export still holds stays mapped until it is dropped, and ResourceWarning
-        says so. Repeated calls do nothing.
+        consumer of an export still holds stays until it is dropped, and ResourceWarning says so;
+        of symmetric memory the whole heap does. Repeated calls do nothing.
 
         Raises a fault or CollectiveMismatch that no call has raised yet (also for ranks that have
         not allocated alike), PeerTimeout, PeerLost. The world is closed all the same.

@@ -26,6 +26,7 @@ import numpy as np
 from tdx.runtime.errors import InvalidArgument, Unsupported
 from tdx.tools import bench_options
 from tdx.tools.bench_options import add_arguments
+from tdx.tools.timing import calls_for
 
 if TYPE_CHECKING:
     from tdx.tools.comparison import Comparison
@@ -111,10 +112,6 @@ class Bench:
             yield from names
         yield None
 
-    def calls(self, nbytes: int) -> int:
-        """Calls a graph: fewer of large ones."""
-        return max(2, min(50, (64 << 20) // max(1, nbytes)))
-
     def plan(self, row: dict[str, Any], algorithm: str | None, make: Callable[..., Any]) -> Any:
         """`make(algorithm=...)`; None, with the reason in the row, where that one cannot be had."""
         try:
@@ -130,7 +127,7 @@ class Bench:
         from tdx.tools.comparison import Comparison
 
         m, n, k = row["M"], row["N"], row.get("K", 0)
-        calls = self.calls((m * n + m * k + n * k) * self.dtype.itemsize)
+        calls = calls_for((m * n + m * k + n * k) * self.dtype.itemsize)
         return Comparison(self.world, row, calls)
 
     def pattern(self, rank: int, nbytes: int) -> np.ndarray[Any, Any]:
@@ -210,8 +207,11 @@ def _setting(world: Any, bench: Bench) -> str:
 
     import tdx
 
+    gpus = set(world.channels.allgather(world.driver.info.identity.encode(), "bench: GPUs"))
+    shared = b"" not in gpus and len(gpus) < world.size
     parts = [
-        f"{world.size} x {world.device.name}", f"tdx {tdx.__version__}",
+        f"{world.size} x {world.device.name}",
+        f"on {len(gpus)} shared: times mean nothing" if shared else "", f"tdx {tdx.__version__}",
         f"Triton {triton.__version__}", f"Python {platform.python_version()}",
         f"NumPy {np.__version__}", *map(str, bench.dtypes), bench.peers.names,
     ]  # fmt: skip

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tdx.runtime import dtypes
-from tdx.tools.timing import device_time, host_time
+from tdx.tools.comparison import shared_reason
+from tdx.tools.timing import calls_for, device_time, host_time
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
@@ -98,12 +99,13 @@ class Collective:
         self, bench: Bench, row: dict[str, Any], name: str, call: Callable[[], Any], out: Any
     ) -> None:
         """Add times of `call` and its host side as `name`; the bytes must be `expected`."""
-        row[name] = device_time(bench.world, call, bench.calls(self.nbytes))
+        row[name] = device_time(bench.world, call, calls_for(self.nbytes))
         expected = np.ascontiguousarray(self.expected).view(np.uint8)
         if out is not None:  # the results of other algorithms are still there
             out.copy_from((~expected).view(out.dtype))
-        if call().numpy().tobytes() != expected.tobytes():
-            row["error"] = f"{name}: wrong result"
+        wrong = "" if call().numpy().tobytes() == expected.tobytes() else "wrong result"
+        if reason := shared_reason(bench.world, name, wrong):
+            row["error"] = f"{name}: {reason}"
         row[f"{name}_host"] = host_time(bench.world, call)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tdx.tools.peers import Makers, TimedPeers
+from tdx.tools.peers import Makers, TimedPeers, without_multicast
 from tdx.tools.timing import recorded
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ def unique_id() -> bytes:
 
 
 def _nccl() -> Any:
-    # multicast can take shared GPUs out of service: comparisons are without it
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    without_multicast()
     from cupy.cuda import nccl
 
     return nccl
@@ -48,14 +46,14 @@ class CupyPeers(TimedPeers):
         self._comm = self._nccl.NcclCommunicator(world.size, pickle.loads(number), world.rank)
         version = self._nccl.get_version()
         release = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-        self.names = f"CuPy {cupy.__version__}, NCCL {release}"
+        self.names = f"CuPy {cupy.__version__}, NCCL {release}{without_multicast()}"
 
     def all_reduce(self, values: np.ndarray) -> dict[str, Any]:
         def make() -> Callable[[], None]:
             x = self._array(values)
             return partial(self.reduced, x, x)
 
-        return self._nccl_times(make)
+        return self._nccl_times(make, values.nbytes)
 
     def reduce_scatter(self, values: np.ndarray) -> dict[str, Any]:
         def make() -> Callable[[], None]:
@@ -63,7 +61,7 @@ class CupyPeers(TimedPeers):
             out = self._world.empty(x.size // self._world.size, x.dtype, symmetric=False)
             return partial(self.scattered, x, out)
 
-        return self._nccl_times(make)
+        return self._nccl_times(make, values.nbytes)
 
     def all_gather(self, values: np.ndarray) -> dict[str, Any]:
         def make() -> Callable[[], None]:
@@ -71,7 +69,7 @@ class CupyPeers(TimedPeers):
             out = self._world.empty(self._world.size * x.size, x.dtype, symmetric=False)
             return partial(self.gathered, x, out)
 
-        return self._nccl_times(make)
+        return self._nccl_times(make, self._world.size * values.nbytes)
 
     def all_to_all(self, values: np.ndarray) -> dict[str, Any]:
         def make() -> Callable[[], None]:
@@ -88,7 +86,7 @@ class CupyPeers(TimedPeers):
 
             return call
 
-        return self._nccl_times(make)
+        return self._nccl_times(make, values.nbytes)
 
     def broadcast(self, values: np.ndarray) -> dict[str, Any]:
         def make() -> Callable[[], None]:
@@ -97,7 +95,7 @@ class CupyPeers(TimedPeers):
                 x.data_ptr(), x.data_ptr(), x.size, kind, 0, self._stream
             )
 
-        return self._nccl_times(make)
+        return self._nccl_times(make, values.nbytes)
 
     def reduced(self, x: Array, out: Array) -> None:
         """Queue the sum of all ranks' x to out, which may be x."""
@@ -143,6 +141,6 @@ class CupyPeers(TimedPeers):
             return _BFLOAT16
         return int(getattr(self._nccl, f"NCCL_{dtype.name.upper()}"))
 
-    def _nccl_times(self, make: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
+    def _nccl_times(self, make: Callable[[], Callable[[], Any]], nbytes: int) -> dict[str, Any]:
         makers: Makers = {"nccl": make}
-        return self._times(makers)
+        return self._times(makers, nbytes)

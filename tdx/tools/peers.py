@@ -18,14 +18,13 @@ import numpy as np
 from tdx.kernels.library_product import start_library
 from tdx.tools.comparison import attempt, shared_reason
 from tdx.tools.product_peers import CublasProducts, Products, TorchProducts
-from tdx.tools.timing import replay_time
+from tdx.tools.timing import calls_for, warm_time
 
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["Makers", "Peers", "TimedPeers", "open_peers"]
+__all__ = ["Makers", "Peers", "TimedPeers", "open_peers", "without_multicast"]
 
-_CALLS = 20
 Makers = dict[str, Callable[[], Callable[[], Any]]]  # by name what gives a call
 
 
@@ -83,20 +82,31 @@ class TimedPeers(Peers):
         """What replays `calls` calls on the world's stream."""
         raise NotImplementedError
 
-    def _times(self, makers: Makers) -> dict[str, Any]:
-        """Microseconds of what each maker gives, as device_time."""
+    def _times(self, makers: Makers, nbytes: int) -> dict[str, Any]:
+        """Microseconds of what each maker gives, as device_time; `nbytes` of the bench's row."""
         times: dict[str, Any] = {}
+        calls = calls_for(nbytes)
         for name, make in makers.items():
-            replay, reason = attempt(self._world, name, partial(self._made, make))
+            replay, reason = attempt(self._world, name, partial(self._made, make, calls))
             if reason:
                 times.setdefault("failed", {})[name] = reason
             else:
-                replay()
-                times[name] = replay_time(self._world, replay, _CALLS)
+                times[name] = warm_time(self._world, replay, calls)
         return times
 
-    def _made(self, make: Callable[[], Callable[[], Any]]) -> Callable[[], None]:
-        return self.recorded(make(), _CALLS)
+    def _made(self, make: Callable[[], Callable[[], Any]], calls: int) -> Callable[[], None]:
+        return self.recorded(make(), calls)
+
+
+def without_multicast() -> str:
+    """What is said of NCCL and torch's symmetric memory where they may not use NVLink multicast.
+
+    It can take GPUs that others share out of service, so comparisons are without it unless the
+    user's environment asks for it.
+    """
+    off = os.environ.setdefault("NCCL_NVLS_ENABLE", "0") == "0"
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    return " without NVLS" if off else ""
 
 
 class TorchPeers(TimedPeers):
@@ -105,9 +115,7 @@ class TorchPeers(TimedPeers):
     def __init__(self, world: World, port: int):
         """Collective; rank 0 listens on `port`."""
         super().__init__(world)
-        # multicast can take shared GPUs out of service: comparisons are without it
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        condition = without_multicast()
         import torch
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symm
@@ -124,7 +132,7 @@ class TorchPeers(TimedPeers):
         )
         self.group: Any = dist.group.WORLD
         version = ".".join(str(part) for part in torch.cuda.nccl.version())
-        self.names = f"torch {torch.__version__}, NCCL {version}"
+        self.names = f"torch {torch.__version__}, NCCL {version}{condition}"
         self.products = TorchProducts(self)
 
     def all_reduce(self, values: np.ndarray) -> dict[str, Any]:
@@ -144,26 +152,30 @@ class TorchPeers(TimedPeers):
             if values.nbytes <= 16 << 20:
                 makers["torch_one_shot"] = one_shot
             makers["torch_two_shot"] = two_shot
-        return self._times(makers)
+        return self._times(makers, values.nbytes)
 
     def reduce_scatter(self, values: np.ndarray) -> dict[str, Any]:
         x = self._floats(values)
         out = self.torch.empty(x.numel() // self._world.size, dtype=x.dtype, device="cuda")
-        return self._times({"nccl": lambda: partial(self.dist.reduce_scatter_tensor, out, x)})
+        makers: Makers = {"nccl": lambda: partial(self.dist.reduce_scatter_tensor, out, x)}
+        return self._times(makers, values.nbytes)
 
     def all_gather(self, values: np.ndarray) -> dict[str, Any]:
         x = self.torch.from_numpy(values).to("cuda")
         out = self.torch.empty(self._world.size * x.numel(), dtype=x.dtype, device="cuda")
-        return self._times({"nccl": lambda: partial(self.dist.all_gather_into_tensor, out, x)})
+        makers: Makers = {"nccl": lambda: partial(self.dist.all_gather_into_tensor, out, x)}
+        return self._times(makers, out.nbytes)
 
     def all_to_all(self, values: np.ndarray) -> dict[str, Any]:
         x = self.torch.from_numpy(values).to("cuda")
         out = self.torch.empty_like(x)
-        return self._times({"nccl": lambda: partial(self.dist.all_to_all_single, out, x)})
+        makers: Makers = {"nccl": lambda: partial(self.dist.all_to_all_single, out, x)}
+        return self._times(makers, values.nbytes)
 
     def broadcast(self, values: np.ndarray) -> dict[str, Any]:
         x = self.torch.from_numpy(values).to("cuda")
-        return self._times({"nccl": lambda: partial(self.dist.broadcast, x, src=0)})
+        makers: Makers = {"nccl": lambda: partial(self.dist.broadcast, x, src=0)}
+        return self._times(makers, values.nbytes)
 
     def _floats(self, values: np.ndarray) -> Any:
         """`values` as a tensor of the same type."""

@@ -107,7 +107,7 @@ def _execute(flag: str, target: str, report: int) -> int:
             sys.argv.insert(0, target)
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
+            sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
             sys.argv.insert(0, target)
             runpy.run_path(os.path.abspath(target), run_name="__main__")
     except SystemExit as stop:

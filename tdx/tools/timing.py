@@ -13,7 +13,16 @@ from tdx.runtime.graph import graph
 if TYPE_CHECKING:
     from tdx.runtime.world import World
 
-__all__ = ["device_time", "host_time", "recorded", "replay_time", "slowest", "times_in_turn"]
+__all__ = [
+    "calls_for",
+    "device_time",
+    "host_time",
+    "recorded",
+    "replay_time",
+    "slowest",
+    "times_in_turn",
+    "warm_time",
+]
 
 _WARM_UP_S = 0.05
 _HOT_S = 0.5  # until a GPU under load has lowered its clocks
@@ -68,6 +77,11 @@ def _sample(world: World, replay: Callable[[], None]) -> float:
     return start.elapsed(end) * 1e3
 
 
+def calls_for(nbytes: int) -> int:
+    """Calls a graph: fewer of large ones."""
+    return max(2, min(50, (64 << 20) // max(1, nbytes)))
+
+
 def device_time(
     world: World, call: Callable[[], object], calls: int = 50, repeats: int = 30
 ) -> float:
@@ -76,7 +90,11 @@ def device_time(
         calls, repeats = min(calls, 2), min(repeats, 5)
     call()
     world.synchronize()
-    replay = recorded(world, call, calls)
+    return warm_time(world, recorded(world, call, calls), calls, repeats)
+
+
+def warm_time(world: World, replay: Callable[[], None], calls: int, repeats: int = 30) -> float:
+    """replay_time, of a GPU whose clocks have had time to rise."""
     _warm_up(world, replay, _WARM_UP_S)
     return replay_time(world, replay, calls, repeats)
 

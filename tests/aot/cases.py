@@ -205,9 +205,9 @@ CASES = {
     "two_shot-root": _shards(
         "two_shot.two_shot_kernel", "bfloat16", WHOLE=False, COPY=True, ROOTED=True
     ),
-    "words-two_shot-bf16": _shards("two_shot.low_latency_two_shot_kernel", "bfloat16"),
+    "words-two_shot-bf16": _shards("two_shot_words.low_latency_two_shot_kernel", "bfloat16"),
     "words-two_shot-fp32": _shards(
-        "two_shot.low_latency_two_shot_kernel", "float32", OP="avg", HAS_RESIDUAL=True
+        "two_shot_words.low_latency_two_shot_kernel", "float32", OP="avg", HAS_RESIDUAL=True
     ),
     "scatter-bf16": _shards("reduce_scatter.push_kernel", "bfloat16"),
     "scatter-fp32-8": _shards("reduce_scatter.push_kernel", "float32", 8),

@@ -98,8 +98,10 @@ def collective(monkeypatch):
 
     monkeypatch.setattr(collectives, "device_time", device_time)
     monkeypatch.setattr(collectives, "host_time", lambda *_: HOST_US)
+    alone = SimpleNamespace(allgather=lambda payload, what: [payload])
     world = SimpleNamespace(
-        size=2, device=SimpleNamespace(arch="cpu"), array=lambda v, symmetric: Memory(v),
+        size=2, rank=0, channels=alone,
+        device=SimpleNamespace(arch="cpu"), array=lambda v, symmetric: Memory(v),
         empty=lambda shape, dtype, symmetric: Memory(np.empty(shape, dtype)),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tdx.runtime import frames
+from tdx.runtime.descriptors import exchange_fds
 from tdx.runtime.errors import (
     CollectiveMismatch,
     DtypeError,
@@ -216,7 +217,7 @@ def test_exchange_fds():
         if channel.rank != 1:
             fd = os.memfd_create("test", os.MFD_CLOEXEC)
             os.write(fd, b"%d" % channel.rank)
-        fds = channel.exchange_fds(fd, "heap")
+        fds = exchange_fds(channel, fd, "heap")
         content = [None if f is None else os.pread(f, 10, 0) for f in fds]
         assert fd not in fds or fd is None
         assert not any(os.get_inheritable(f) for f in fds if f is not None)
@@ -236,9 +237,9 @@ def test_exchange_fds_mismatch_leaks_nothing():
         before = quiet_fds(channel)
         fd = os.memfd_create("test", os.MFD_CLOEXEC)
         with pytest.raises(CollectiveMismatch):
-            channel.exchange_fds(fd, f"heap of {channel.rank}")
+            exchange_fds(channel, fd, f"heap of {channel.rank}")
         with pytest.raises(CollectiveMismatch):
-            channel.barrier() if channel.rank else channel.exchange_fds(fd, "heap")
+            channel.barrier() if channel.rank else exchange_fds(channel, fd, "heap")
         os.close(fd)
         assert quiet_fds(channel) == before
 
@@ -255,7 +256,7 @@ def test_exchange_fds_above_the_limit_fails_everywhere():
             resource.setrlimit(resource.RLIMIT_NOFILE, (free[1], limits[1]))
         channel.barrier()
         with pytest.raises(TdxError, match="ulimit -n"):
-            channel.exchange_fds(fd, "heap")
+            exchange_fds(channel, fd, "heap")
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert quiet_fds(channel) == before
 
@@ -269,7 +270,7 @@ def test_exchange_fds_without_room_for_copies_fails_everywhere():
         if channel.rank == 1:
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         with pytest.raises(TdxError, match="cannot be duplicated"):
-            channel.exchange_fds(fd, "heap")
+            exchange_fds(channel, fd, "heap")
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         channel.barrier()
 
@@ -321,6 +322,7 @@ def test_a_thousand_barriers_of_eight_ranks(record_property):
 MPI_BODY = """
 import os, sys
 from tdx.runtime.comm import close_comm, open_comm
+from tdx.runtime.descriptors import exchange_fds
 from tdx.runtime.exchange import Mesh
 from tdx.runtime.host_channel import HostChannel
 from tdx.runtime.topology import discover
@@ -331,7 +333,7 @@ close_comm(comm)
 assert (where.rank, where.local_size) == (channel.rank, channel.size)
 fd = os.memfd_create('x')
 os.write(fd, b'%d' % channel.rank)
-fds = channel.exchange_fds(fd, 'files')
+fds = exchange_fds(channel, fd, 'files')
 assert [os.pread(f, 9, 0) for f in fds] == [b'%d' % r for r in range(channel.size)]
 channel.barrier()
 channel.close()

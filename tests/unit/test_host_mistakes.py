@@ -56,6 +56,15 @@ def test_an_error_shows_the_users_lines(debug, wanted):
     assert wanted or len(lines) < 20
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT as in a terminal: a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("timeout_s", [0, 60])
 def test_an_interrupted_wait_tells_who_waits_for_what(capfd, timeout_s):
     world = tdx.init(backend="host", timeout_s=timeout_s)
@@ -74,6 +83,7 @@ def test_an_interrupted_wait_tells_who_waits_for_what(capfd, timeout_s):
     assert len(lines) == 2
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_that_nothing_waits_at_is_silent(capfd):
     with tdx.init(backend="host", timeout_s=60) as world:
         busy = threading.Event()

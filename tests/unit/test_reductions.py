@@ -35,8 +35,25 @@ def test_float8_that_the_architecture_does_not_have(dtype, out):
 
 @pytest.mark.parametrize("values", [{"block": 1 << 21}, {"block": 1024, "num_warps": 64}])
 def test_blocks_that_no_gpu_runs(values):
-    with pytest.raises(InvalidArgument, match=r"at most 1048576, and num_warps=\d+ at most 32"):
+    with pytest.raises(
+        InvalidArgument, match=r"at most 1048576 for one_shot, and num_warps=\d+ at most"
+    ):
         Config("one_shot", **values)
+
+
+def test_blocks_of_words():
+    """The host tier has 8 lanes' values in a block."""
+    Config("low_latency", 1 << 17)
+    with pytest.raises(InvalidArgument, match="at most 131072 for low_latency"):
+        Config("low_latency", 1 << 18)
+    with pytest.raises(InvalidArgument, match="block=1 must be a power of two >= 2"):
+        Config("low_latency", 1)
+
+
+def test_tiles_of_a_product():
+    MatmulConfig(1024, 1024, 16)
+    with pytest.raises(InvalidArgument, match=r"block_m=2048, block_n=1024 .* 1048576 elements"):
+        MatmulConfig(2048, 1024, 16)
 
 
 def test_warps_of_a_product():

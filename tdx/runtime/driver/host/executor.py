@@ -145,7 +145,8 @@ class HostExecutor:
             )
 
         def give_up() -> None:
-            first = int(np.flatnonzero(missing().reshape(-1))[0])
+            left = np.flatnonzero(missing().reshape(-1))
+            first = int(left[0]) if left.size else 0  # they may have come just now
             seen = int((words.reshape(-1)[first] >> bits).astype(np.uint32).view(np.int32))
             peer = int(np.broadcast_to(peers, addresses.shape).reshape(-1)[first])
             self._fault(control, team, peer, int(addresses.reshape(-1)[first]), flag, seen)
