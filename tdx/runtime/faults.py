@@ -157,12 +157,14 @@ class Faults:
             self._stand(channels.explain(left))
         return self.stands()
 
-    def _gave_up(self, error: TdxError) -> None:
+    def _gave_up(self, error: TdxError) -> bool:
         """An operation of the host ended in `error`, which its caller gets, and every later one."""
-        if not self._world.closing:
-            self._said = True
-            self._stand(error)
-            self.raised = error
+        if self._world.closing:
+            return False
+        self._said = True
+        self._stand(error)
+        self.raised = error
+        return True
 
     def _stand(self, fault: TdxError) -> None:
         """Let a fault stand, unless another one does."""
@@ -283,7 +285,7 @@ class Faults:
 
     def close(self) -> None:
         """Stop the watcher and return the memory; no kernel may run any more."""
-        self._world.channels.gave_up = None  # which may outlive this world
+        self._world.channels.gave_up = lambda why: False  # they may outlive this world
         self._stop.set()
         self._watcher.join()
         driver = self._world.driver

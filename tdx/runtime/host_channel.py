@@ -42,8 +42,8 @@ class HostChannel:
     different calls, InvalidArgument for bad members, Closed after `close`. One thread at a time
     takes part; `lost` and `heartbeat` may be called from any thread at any time.
 
-    An operation that a rank gave up is given up for good: `gave_up`, where it is set, gets the
-    error, and members that come to it afterwards raise as well.
+    An operation that a rank waited for in vain is given up for good, unless `gave_up`, which is
+    called with the error, returns False: members that come to it afterwards raise as well.
     """
 
     def __init__(self, mesh: Mesh, timeout_s: float = 30.0):
@@ -63,7 +63,7 @@ class HostChannel:
         self._numbers: dict[int, int] = {}  # group -> operations begun
         self._shown: dict[int, Entry] = {}  # group -> what peers see of them
         self.mismatch: CollectiveMismatch | None = None  # what `explain` found
-        self.gave_up: Callable[[TdxError], None] | None = None
+        self.gave_up: Callable[[TdxError], bool] = lambda why: True
         self._inbox = Inbox()
         self._awaited: tuple[int, int] | None = None
         self._lost: frozenset[int] = frozenset()
@@ -242,11 +242,9 @@ class HostChannel:
 
     def _give_up(self, why: TdxError, group: int, number: int) -> None:
         """Let peers that come to the operation later, and this rank's later calls, know."""
-        if self.page is not None:
+        if self.gave_up(why) and self.page is not None:
             self.page.tell_fault(*(getattr(why, "origin", None) or (self.rank, str(why))))
             self.page.give_up(_stamp(group, number))
-        if self.gave_up is not None:
-            self.gave_up(why)
 
     def post(self, what: str, payload: bytes, members: Sequence[int] | None) -> None:
         """This rank's part in an operation whose outcome it does not wait for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -221,6 +222,21 @@ def test_sums_are_not_contracted(outcome, case, target):
 def test_words_with_flags_travel_in_pairs(outcome):
     """14 bytes of data and two flags by one store of 16 bytes."""
     assert positions(outcome.code, r"st\.relaxed\.sys\.global\.v2\.b64")
+
+
+@pytest.mark.parametrize("case", ["low_latency-fp32", "words-norm-bf16"])
+def test_threads_that_share_words_meet_before_results_are_stored(case):
+    """They send what is in x, and results may go there."""
+    asked = job(case, "sm_90")
+    constants = {**asked.constexprs, "BLOCK": 32}
+    if "LANES" in constants:  # blocks that share a row would have a barrier anyway
+        constants["LANES"] = 1
+    shared = replace(asked, constexprs=constants)
+    outcomes = compile_jobs([asked, shared])
+    pushed, stored = r"st\.relaxed\.sys\.global", r"st\.global\.b(16|32)"
+    assert all(outcome.error == "" for outcome in outcomes.values())
+    assert in_order(outcomes[shared].code, pushed, r"bar\.sync", stored)
+    assert case != "low_latency-fp32" or not in_order(outcomes[asked].code, pushed, r"bar\.sync")
 
 
 @pytest.mark.parametrize("target", TARGETS)

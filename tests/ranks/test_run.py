@@ -76,8 +76,12 @@ def test_script_sees_what_python_gives_it(script, tmp_path):
     print(neighbour.value, __name__, os.path.isabs(__file__), sys.path[0])
     """
     path = script(body, head="")
-    done = run_tdx("run", "-n", "1", path)
-    assert done.stdout == f"[0] 5 __main__ True {tmp_path}\n", done.stderr
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "linked.py"
+    link.symlink_to(path)  # the folder is that of the file itself
+    for given in (path, link):
+        done = run_tdx("run", "-n", "1", given)
+        assert done.stdout == f"[0] 5 __main__ True {tmp_path}\n", done.stderr
 
 
 def test_job_within_a_job(script):

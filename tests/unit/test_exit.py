@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
+from tdx.runtime import faults
 from tests.helpers.fake_comm import run_python
 
 OPEN = "import tdx; world = tdx.init(backend='host'); x = world.zeros(8, 'int32')\n"
@@ -31,3 +35,9 @@ def test_nothing_to_say(before):
     done = run_python(code, PYTHONWARNINGS="always::ResourceWarning")
     assert done.returncode == 0
     assert "left open" not in done.stderr
+
+
+def test_a_message_without_a_place_to_go(monkeypatch):
+    for place in (None, open(os.devnull)):  # noqa: SIM115
+        monkeypatch.setattr(sys, "stderr", place)
+        faults._say("nobody reads this")

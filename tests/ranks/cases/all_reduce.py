@@ -284,6 +284,7 @@ def case_bad_arguments(world):
         (InvalidArgument, "contiguous", lambda: tdx.all_reduce(x.T)),
         (InvalidArgument, r"expected \(8,\)", lambda: tdx.all_reduce(x, bias=ints.view("float32"))),
         (DtypeError, "int8", lambda: tdx.all_reduce(world.zeros(4, "int8"))),
+        (InvalidArgument, "algorithm=3 is", lambda: tdx.AllReduce(world, 8, "int32", algorithm=3)),
         (InvalidArgument, "power of two", lambda: Config("one_shot", 100)),
         (InvalidArgument, "low_latency takes up to",
          lambda: tdx.AllReduce(world, 1 << 21, "float32", algorithm="low_latency")),

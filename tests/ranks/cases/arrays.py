@@ -107,6 +107,12 @@ def case_numbers_fill_a_view(world):
             x[:] = wrong
     with pytest.raises(InvalidArgument, match="300 cannot be made an array"):
         world.zeros(4, "uint8")[:] = 300
+    ints = world.zeros(4, "int32")
+    for fraction in (2.7, [1.0, 1.9]):
+        with pytest.raises(DtypeError, match="is not of int32: pass whole numbers"):
+            ints[:2] = fraction
+    ints[:2] = [1.0, 3]
+    assert ints.numpy().tolist() == [1, 3, 0, 0]
     world.barrier()
     y = world.zeros(4, "int64")
     world.barrier()

@@ -235,7 +235,14 @@ def case_exports_outlive_the_world(comm, backend):
     assert (views[0] == world.rank + 1).all()
     views.clear()
     gc.collect()
-    assert resources()[2] < mapped
+    unmapped = resources()[2]
+    assert unmapped < mapped
+    third = tdx.init(comm, backend=backend)
+    view = np.asarray(third.array(np.arange(4), symmetric=False))  # its memory alone stays
+    with pytest.warns(ResourceWarning, match="1 exported"):
+        third.close()
+    assert resources()[2] == unmapped
+    assert (view == np.arange(4)).all()
     with pytest.raises(Closed, match="world is closed"):
         x.numpy()
 

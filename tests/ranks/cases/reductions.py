@@ -341,3 +341,6 @@ def case_bad_arguments(world):
             plan(x, out=x)
     world.barrier()
     assert (plan(x) is None) == (world.rank == 1)
+    if world.rank == 1:
+        with pytest.raises(InvalidArgument, match="out= is for the root, rank 0"):
+            plan(x, out=x)

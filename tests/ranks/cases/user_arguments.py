@@ -43,6 +43,10 @@ def call_kernel(x, words, signal, n, world, VERB: tl.constexpr):
         tdl.symm_at(8, me, world)
     elif VERB == "wait_all":
         tdl.wait_all(signal, n, world, 0)
+    elif VERB == "first_peer":
+        tdl.wait_all(signal, 1, world, 0, first_peer=n)
+    elif VERB == "store_ll":
+        tdl.store_ll(words, 1, 1, n, world)
     elif VERB == "wait_any":
         tdl.wait_any(signal, n, world, 0, tdl.nothing_done())
     elif VERB == "op":
@@ -71,6 +75,8 @@ def call_kernel(x, words, signal, n, world, VERB: tl.constexpr):
         ("symm_at", "symm_at: peer must be an integer, got fp32"),
         ("symm_at of", "symm_at: ptr must be a pointer or a block of pointers, got 8"),
         ("wait_all", "wait_all: count must be an integer, got fp32"),
+        ("first_peer", "wait_all: first_peer must be an integer, got fp32"),
+        ("store_ll", r"store_ll: peer must be an integer, got fp32"),
         ("wait_any", "wait_any: count must be an integer, got fp32"),
         ("op", "notify: op must be 'set' or 'add', got 'sum'"),
         ("cmp", "wait: cmp must be 'ge' or 'eq', got 'gt'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import triton
 import triton.language as tl
@@ -39,6 +41,24 @@ def case_a_grid_barrier_to_which_some_do_not_come(comm, backend):
     with pytest.raises(PeerTimeout, match=r"for its own programs.*2 of 4 programs came") as caught:
         world.synchronize()
     assert caught.value.signal == "channel(4)[grid_barrier]"
+    world.close()
+
+
+@isolated
+@worlds(2)
+@limit(30)
+def case_a_wait_of_the_host_is_given_up_for_good(comm, backend):
+    """By who waited in vain, and by who comes too late: they have not met."""
+    world = tdx.init(comm, backend=backend, timeout_s=0.5)
+    plan = tdx.AllReduce(world, 4, "float32")
+    x = world.zeros(4, "float32")
+    world.barrier()
+    if world.rank == 1:
+        time.sleep(2)
+    said = "rank 0 waited in barrier for rank 1: nothing heard of rank 1 for 0.5 s"
+    for attempt in (world.barrier, world.check, world.barrier, lambda: plan(x), world.synchronize):
+        with pytest.raises(PeerTimeout, match=said):
+            attempt()
     world.close()
 
 
