@@ -66,17 +66,24 @@ def low_latency_elements(backend: str, numel: int, itemsize: int) -> tuple[int, 
 
 
 @triton.jit
-def part_of_tile(first, end, j: tl.constexpr, BLOCK: tl.constexpr):
+def part_of_tile(
+    first, end, j: tl.constexpr, BLOCK: tl.constexpr, LANES_FIRST: tl.constexpr = False
+):
     """Offsets of block number `j` of the tile that begins at `first`, and which are before `end`.
 
-    BLOCK: offsets of each of the VALUES values.
+    BLOCK: offsets of each of the VALUES values. LANES_FIRST: how the offsets are summed up, which
+    decides what a compiler keeps in registers.
     """
+    first = tl.cast(first, tl.int64)
     if is_host():
         within = tl.arange(0, 8 * BLOCK)
-        at = tl.cast(first, tl.int64) + within
+        at = first + within
         mask = (within < _VALUES * BLOCK) & (at < end)
     else:
-        at = tl.cast(first, tl.int64) + j * BLOCK + tl.arange(0, BLOCK)
+        if LANES_FIRST:
+            at = (first + tl.arange(0, BLOCK)) + j * BLOCK
+        else:
+            at = (first + j * BLOCK) + tl.arange(0, BLOCK)
         mask = at < end
     return at, mask
 
@@ -89,7 +96,7 @@ def load_tile(x, tile, count, PIECES: tl.constexpr, LANES: tl.constexpr):
     BITS: tl.constexpr = 32 // PIECES
     values = ()
     for j in tl.static_range(packed_blocks()):
-        at, mask = part_of_tile(first, words, j, LANES)
+        at, mask = part_of_tile(first, words, j, LANES, True)
         if PIECES == 1:
             value = tl.load(x + at, mask=mask, other=0)
         else:
@@ -111,7 +118,7 @@ def store_tile(
     words = (count + PIECES - 1) // PIECES
     BITS: tl.constexpr = 32 // PIECES
     for j in tl.static_range(packed_blocks()):
-        at, there = part_of_tile(start, words, j, LANES)
+        at, there = part_of_tile(start, words, j, LANES, True)
         mask = when & there
         if PIECES == 1:
             tl.store(out + at, values[peer * packed_blocks() + j], mask=mask)

@@ -176,6 +176,7 @@ def case_the_spelling_of_a_dtype(world):
     """A plan is known by what was meant: ranks may spell it in turn, and need no new plan."""
     spelled = [None, "float32", np.float32, np.dtype("float32"), "fp32"]
     arrays = (world.array(np.ones(5, np.float32)), np.ones(5, np.float32))
+    world.plans.clear()
     for function in (tdx.all_reduce, partial(tdx.reduce, root=0)):
         for turn in range(2 * len(spelled)):
             for x in arrays:
