@@ -245,8 +245,8 @@ CASES = {
     "passed-words-i32": _words(
         "broadcast_words.low_latency_scatter_kernel", "*i32", RANKS=4
     ),
-    "passed-words-i16": _words(
-        "broadcast_words.low_latency_scatter_kernel", "*i16", RANKS=4
+    "passed-words-i8": _words(
+        "broadcast_words.low_latency_scatter_kernel", "*i8", RANKS=4
     ),
     "broadcast-chain": _in_rounds("chain"),
     "broadcast-chain-odd": _in_rounds("chain", "*i16", 1),

@@ -95,7 +95,7 @@ def case_eight_ranks(world):
 def case_blocks_pieces_and_steps(world, dtype):
     """Rows in pieces, many blocks, many steps through the slots, eager and in a graph: the same
     bits on every rank, call after call."""
-    shape = (7, 50)
+    shape = (13, 50)
     given = inputs(range(world.size), shape, dtype)
     weight, bias, residual = extras(shape, dtype)
     x, w, b, r = (world.array(v) for v in (given[world.rank], weight, bias, residual))

@@ -111,7 +111,7 @@ def case_all_reduce(world, start, algorithm, dtype):
 @pytest.mark.parametrize("algorithm", NormConfig.algorithms)
 def case_all_reduce_rms_norm(world, start, algorithm):
     """As above; the updated residual is the sum. Blocks share rows by words, which wrap too."""
-    shape, dtype = (5, 37), "bfloat16"
+    shape, dtype = (9, 37), "bfloat16"
     config = NormConfig(algorithm, 16, blocks=6)
     plan = tdx.AllReduceRmsNorm(world, shape, dtype, residual=True, config=config)
     age(world, start, plan)
