@@ -53,7 +53,7 @@ from tdx.language.signal import program_barrier
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 
-__all__ = ["Run", "bind_two_shot"]
+__all__ = ["Run", "adds", "bind_two_shot"]
 
 Run = Callable[..., None]  # run(stream, x, out, bias, residual)
 
@@ -257,7 +257,7 @@ def bind_two_shot(
     symmetric `buffer` also what leaves them there.
     """
     dtype, out_dtype = kinds
-    wire = out_dtype if not _adds(named) else dtypes.accumulator(dtype)
+    wire = out_dtype if not adds(named) else dtypes.accumulator(dtype)
     ranks, numel = plan.group.size, elements(shape)
     shard = padded(-(-numel // ranks))
     per_element = dtype.itemsize + (0 if buffer is not None else wire.itemsize)
@@ -285,5 +285,6 @@ def bind_two_shot(
     return bind(True), bind(False) if buffer is not None else None
 
 
-def _adds(named: dict[str, Any]) -> bool:
+def adds(named: dict[str, Any]) -> bool:
+    """Whether bias or residual follow, before which results are not rounded."""
     return named["HAS_BIAS"] or named["HAS_RESIDUAL"]

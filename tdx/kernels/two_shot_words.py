@@ -29,7 +29,7 @@ from tdx.kernels.packed import (
 from tdx.kernels.plan import Plan
 from tdx.kernels.reduction import ReductionConfig, finish, from_words, mean, to_words, widen
 from tdx.kernels.shards import push_packed, sum_of_packed
-from tdx.kernels.two_shot import Run
+from tdx.kernels.two_shot import Run, adds
 from tdx.language._intrinsic import program_threads
 from tdx.language.signal import program_barrier
 from tdx.language.words import packed_blocks
@@ -131,8 +131,7 @@ def bind_low_latency_two_shot(
 ) -> Run:  # fmt: skip
     """Workspace and kernel for a plan, as two_shot.bind_two_shot."""
     dtype, out_dtype = kinds
-    adds = named["HAS_BIAS"] or named["HAS_RESIDUAL"]
-    wire = dtypes.accumulator(dtype) if adds else out_dtype
+    wire = dtypes.accumulator(dtype) if adds(named) else out_dtype
     ranks, numel = plan.group.size, elements(shape)
     shard = padded(-(-numel // ranks))
     lanes = config.lanes(dtype)
