@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.aot.harness import Compiler
 from tests.helpers.cases import expand, options_of
 from tests.helpers.commands import ROOT
 from tests.helpers.jobs import CaseFailure, Jobs, Request, Skipped
 
 _CASES = ROOT / "tests" / "ranks" / "cases"
+_COMPILED = ROOT / "tests" / "aot"
 _TOOLS = {"cuda": ["nvidia-smi", "-L"], "hip": ["rocm-smi", "--showid", "--csv"]}
 _JOBS = pytest.StashKey[Jobs]()
 
@@ -53,10 +56,37 @@ def most_ranks(request: pytest.FixtureRequest) -> int:
     return _largest_world(request.config)
 
 
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Compiler]:
+    """Compiles kernels for GPUs; its processes start with the first test that asks for it."""
+    with contextlib.closing(Compiler()) as compiler:
+        yield compiler
+
+
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     if file_path.suffix == ".py" and file_path.parent == _CASES:
         return CaseFile.from_parent(parent, path=file_path)
     return None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`: tests of a file stay in one process, so that nothing is compiled or started twice.
+
+    So do all that are compiled ahead of time, which keep every core busy, and cases of one world.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            folder = (ROOT / file).parent
+            if folder == _CASES:
+                return file + nodeid[nodeid.rindex("w") :]
+            return "compiled" if folder == _COMPILED else file
+
+    config.option.loadscopereorder = False  # worlds of one size follow each other
+    return Groups(config, log)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,12 +1,12 @@
 """Ahead-of-time compilation of kernels for GPUs that are not there, in processes of its own.
 
-A process that has run Triton's interpreter cannot compile any more, and a batch shares the cost
-of starting Triton: so tests list `Job`s and `compile_jobs` runs them all in a few children.
+A process that has run Triton's interpreter cannot compile any more, and starting Triton takes
+time: so a few children compile all `Job`s of a session, while tests look at what is ready.
 
-    JOBS = [Job("tests.aot.kernels", "k_put", {"x": "*bf16", "world": "world"}, {}, target)
+    jobs = [Job("tests.aot.kernels", "k_put", {"x": "*bf16", "world": "world"}, {}, target)
             for target in TARGETS]
-    outcome = compile_jobs(JOBS)[JOBS[0]]
-    assert "st.global.v4" in outcome.code
+    compiler.start(jobs)  # the fixture, a Compiler
+    assert "st.global.v4" in compiler[jobs[0]].code
 
 Types in a signature are Triton's ("*bf16", "i32", "constexpr"), or "world", "team" and "channel"
 for the handles. Pointers and the names in `divisible` count as divisible by 16, except those in
@@ -16,18 +16,16 @@ for the handles. Pointers and the names in `divisible` count as divisible by 16,
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 NVIDIA = tuple(t for t in TARGETS if t.startswith("sm_"))
 AMD = tuple(t for t in TARGETS if t.startswith("gfx"))
@@ -76,43 +74,62 @@ class Outcome:
     error: str = ""
 
 
-def compile_jobs(jobs: Iterable[Job], timeout_s: float = 500) -> dict[Job, Outcome]:
-    """Compile all jobs in a child process for each core, with fresh caches; failures in `error`."""
-    jobs = list(dict.fromkeys(jobs))
-    shares = min(len(jobs), len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(max(1, shares)) as pool:
-        # neighbours in a table take about as long
-        parts = [jobs[i::shares] for i in range(shares)]
-        done = pool.map(partial(_compile, timeout_s=timeout_s), parts)
-        return {job: outcome for part in done for job, outcome in part.items()}
+class Compiler:
+    """Compiles in the background, in a process for each core, into a fresh cache.
 
+    `compiler[job]` waits for the job's outcome; a failed compilation is in its `error`.
+    """
 
-def _compile(jobs: list[Job], timeout_s: float) -> dict[Job, Outcome]:
-    """Compile the jobs one after the other in one child process."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        environment.update(TRITON_CACHE_DIR=cache, PYTHONPATH=str(ROOT))
-        environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-        done = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("worker.py"))],
-            input=json.dumps([asdict(job) for job in jobs]),
-            env=environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
+    def __init__(self) -> None:
+        self._cache = tempfile.TemporaryDirectory()
+        self._pool = ProcessPoolExecutor(
+            len(os.sched_getaffinity(0)),
+            multiprocessing.get_context("spawn"),
+            _use_cache,
+            (self._cache.name,),
         )
-    if done.returncode:
-        raise RuntimeError(f"the compiling process failed:\n{done.stdout}{done.stderr}")
-    results = json.loads(done.stdout.splitlines()[-1])
-    return {job: Outcome(**result) for job, result in zip(jobs, results, strict=True)}
+        self._started: dict[Job, Future[dict[str, Any]]] = {}
+
+    def start(self, jobs: Iterable[Job]) -> None:
+        """Put the jobs in line, in this order."""
+        for job in jobs:
+            if job not in self._started:
+                self._started[job] = self._pool.submit(_compile, asdict(job))
+
+    def __getitem__(self, job: Job) -> Outcome:
+        self.start([job])
+        return Outcome(**self._started[job].result())
+
+    def close(self) -> None:
+        """End the processes; what nobody has begun with is dropped."""
+        self._pool.shutdown(cancel_futures=True)
+        self._cache.cleanup()
 
 
-def compile_kernel(module, kernel, signature, constexprs, target, **options) -> Outcome:
-    """One compilation; raises RuntimeError with the compiler's message if it fails."""
-    job = Job(module, kernel, signature, constexprs, target, options)
-    outcome = compile_jobs([job])[job]
-    if outcome.error:
-        raise RuntimeError(outcome.error)
-    return outcome
+def _use_cache(cache: str) -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["TRITON_CACHE_DIR"] = cache
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def _compile(job: dict[str, Any]) -> dict[str, Any]:
+    from tests.aot.worker import compile_job  # imports Triton
+
+    try:
+        return compile_job(job)
+    except Exception as error:
+        return {"error": "\n".join(causes(error))}
+
+
+def chosen(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
+    """The cases and targets that the module's tests are run for: those worth compiling ahead."""
+    items = [item for item in request.session.items if item.module is request.module]
+    known = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return [(each["case"], each["target"]) for each in known if {"case", "target"} <= set(each)]
+
+
+def causes(error: BaseException | None) -> Iterator[str]:
+    """The error and what it came from, a line each."""
+    while error is not None:
+        yield f"{type(error).__name__}: {error}"
+        error = error.__cause__

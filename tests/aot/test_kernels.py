@@ -9,7 +9,7 @@ import pytest
 
 from tests.aot.assembly import in_loop, in_order, instructions, positions
 from tests.aot.cases import CASES, job
-from tests.aot.harness import AMD, NVIDIA, TARGETS, compile_jobs
+from tests.aot.harness import AMD, NVIDIA, TARGETS, chosen
 from tests.aot.products import DESCRIBED, FLOAT8, PRODUCTS
 
 ALL = [*CASES, *PRODUCTS]
@@ -47,19 +47,9 @@ STORE = {"sm": r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64",
 
 
 @pytest.fixture(scope="module")
-def outcome_of():
-    """The outcome of a case; those of one table are compiled together, when one is asked for."""
-    known = {}
-
-    def outcome_of(case, target):
-        asked = job(case, target)
-        if asked not in known:
-            table = CASES if case in CASES else PRODUCTS
-            jobs = [job(*pair) for pair in TAKEN if pair[0] in table]
-            known.update(compile_jobs(jobs, timeout_s=900))
-        return known[asked]
-
-    return outcome_of
+def outcome_of(request, compiler):
+    compiler.start(job(*pair) for pair in chosen(request))
+    return lambda case, target: compiler[job(case, target)]
 
 
 @pytest.fixture
@@ -156,18 +146,16 @@ def test_products_of_float8_use_tensor_cores(outcome, case, target):
         assert re.search(promotion, outcome.ttgir)
 
 
-def test_float8_of_sm_89_is_promoted_too():
-    asked = job("matmul-fp8", "sm_89")
-    outcome = compile_jobs([asked])[asked]
+def test_float8_of_sm_89_is_promoted_too(outcome_of):
+    outcome = outcome_of("matmul-fp8", "sm_89")
     assert (outcome.error, outcome.stack) == ("", 0)
     assert positions(outcome.code, r"mma\.sync\S*\.f32\.e4m3\.e4m3\.f32")
     assert re.search(r"scf\.if .*\n.*arith\.addf .*f32", outcome.ttgir)
 
 
-def test_float8_is_not_taken_before_sm_89():
+def test_float8_is_not_taken_before_sm_89(outcome_of):
     """Why matmul refuses it there."""
-    asked = job("matmul-fp8", "sm_80")
-    assert "fp8e4nv not supported" in compile_jobs([asked])[asked].error
+    assert "fp8e4nv not supported" in outcome_of("matmul-fp8", "sm_80").error
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -225,18 +213,17 @@ def test_words_with_flags_travel_in_pairs(outcome):
 
 
 @pytest.mark.parametrize("case", ["low_latency-fp32", "words-norm-bf16"])
-def test_threads_that_share_words_meet_before_results_are_stored(case):
+def test_threads_that_share_words_meet_before_results_are_stored(compiler, case):
     """They send what is in x, and results may go there."""
     asked = job(case, "sm_90")
     constants = {**asked.constexprs, "BLOCK": 32}
     if "LANES" in constants:  # blocks that share a row would have a barrier anyway
         constants["LANES"] = 1
-    shared = replace(asked, constexprs=constants)
-    outcomes = compile_jobs([asked, shared])
+    alone, shared = compiler[asked], compiler[replace(asked, constexprs=constants)]
     pushed, stored = r"st\.relaxed\.sys\.global", r"st\.global\.b(16|32)"
-    assert all(outcome.error == "" for outcome in outcomes.values())
-    assert in_order(outcomes[shared].code, pushed, r"bar\.sync", stored)
-    assert case != "low_latency-fp32" or not in_order(outcomes[asked].code, pushed, r"bar\.sync")
+    assert (alone.error, shared.error) == ("", "")
+    assert in_order(shared.code, pushed, r"bar\.sync", stored)
+    assert case != "low_latency-fp32" or not in_order(alone.code, pushed, r"bar\.sync")
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.aot.assembly import in_loop, in_order, instructions, positions
-from tests.aot.harness import AMD, NVIDIA, TARGETS, Job, compile_jobs
+from tests.aot.harness import AMD, NVIDIA, TARGETS, Job, chosen
 
 MODULE = "tests.aot.kernels"
 BLOCK = {"BLOCK": 2048}  # eight elements a thread on AMD, sixteen on NVIDIA
@@ -133,8 +133,9 @@ def _job(case: str, target: str) -> Job:
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return compile_jobs(_job(case, target) for case in CASES for target in TARGETS)
+def outcomes(request, compiler):
+    compiler.start(_job(*pair) for pair in chosen(request))
+    return compiler
 
 
 @pytest.fixture
@@ -153,11 +154,11 @@ def test_compiles_without_spills(outcomes, case, target):
 
 
 @pytest.mark.parametrize("case", ["peer_store-bf16", "wait", "notify-set"])
-def test_a_number_is_no_handle(case):
+def test_a_number_is_no_handle(compiler, case):
     """What `world.rank` in place of `world.handle` compiles to."""
     kernel, types, constants, more = CASES[case]
     job = Job(MODULE, kernel, {**types, "world": "i32"}, constants, "sm_90", **more)
-    error = compile_jobs([job])[job].error
+    error = compiler[job].error
     assert "expected the handle of a world or team, got int32" in error
     assert "`world.handle`" in error
 

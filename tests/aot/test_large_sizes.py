@@ -10,7 +10,6 @@ import pytest
 from tdx import abi
 from tests.aot.assembly import positions
 from tests.aot.cases import job
-from tests.aot.harness import compile_jobs
 from tests.aot.test_kernels import LOAD, SHARED_LIMIT, STORE
 
 MOVED = [
@@ -36,8 +35,9 @@ def asked(case, wide):
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return compile_jobs([asked(case, wide) for wide in WIDE for case in CASES])
+def outcomes(compiler):
+    compiler.start(asked(case, wide) for case in CASES for wide in WIDE)
+    return compiler
 
 
 @pytest.mark.parametrize("wide", WIDE)

@@ -6,7 +6,6 @@ import pytest
 
 from tests.aot.assembly import positions
 from tests.aot.cases import product_job
-from tests.aot.harness import compile_jobs
 
 FEW = {"shape": (128, 2048, 2048)}
 KERNELS = {
@@ -33,9 +32,9 @@ def asked(kernel, target, precision):
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    jobs = [asked(*pair, precision) for precision in ("tf32", "ieee") for pair in TAKEN]
-    return compile_jobs(jobs)
+def outcomes(compiler):
+    compiler.start(asked(*pair, precision) for pair in TAKEN for precision in ("tf32", "ieee"))
+    return compiler
 
 
 @pytest.mark.parametrize(("kernel", "target"), TAKEN)

@@ -1,13 +1,11 @@
-"""The child of tests/aot/harness.py: jobs as JSON on stdin, outcomes as one line on stdout."""
+"""What the processes of tests/aot/harness.py do with a job."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from typing import Any, NamedTuple
 
@@ -33,25 +31,10 @@ class Channel(NamedTuple):
     packed: Any
 
 
-def main() -> None:
-    jobs = json.load(sys.stdin)
-    outcomes = []
-    for job in jobs:
-        try:
-            outcomes.append(compile_job(job))
-        except Exception as error:
-            causes = f"{type(error).__name__}: {error}"
-            while error.__cause__ is not None:
-                error = error.__cause__
-                causes += f"\n{type(error).__name__}: {error}"
-            outcomes.append({"error": causes})
-    sys.stdout.write("\n" + json.dumps(outcomes) + "\n")
-
-
 def compile_job(job: dict[str, Any]) -> dict[str, Any]:
     kernel = getattr(importlib.import_module(job["module"]), job["kernel"])
     library = triton_driver.device_library_installed if job["library"] else contextlib.nullcontext
-    with library(), contextlib.redirect_stdout(sys.stderr):
+    with library():
         compiled = triton.compile(source(kernel, job), gpu_target(job["target"]), job["options"])
     outcome = {"ttgir": compiled.asm["ttgir"], "shared": compiled.metadata.shared}
     if job["target"].startswith("sm_"):
@@ -107,7 +90,3 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def find(pattern: str, text: str) -> int:
     return sum(int(number) for number in re.findall(pattern, text))
-
-
-if __name__ == "__main__":
-    main()

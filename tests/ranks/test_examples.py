@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from tdx.tools.launcher import find_launcher
-from tests.aot.harness import Job, compile_jobs
+from tests.aot.harness import Job
 from tests.helpers.commands import ROOT, run_tdx, tdx_environment
 from tests.helpers.frameworks import needs
 
@@ -136,7 +136,7 @@ def test_engine_with_a_torch_store(backend, most_ranks):
     checked(python(*torchrun, script, OMP_NUM_THREADS="1"), ranks)
 
 
-def test_kernels_of_examples_compile_for_gpus():
+def test_kernels_of_examples_compile_for_gpus(compiler):
     """They run on the host tier above; here for GPUs that need not be there."""
     data = dict.fromkeys(("x", "out", "gathered", "sums", "rows", "received", "u", "v"), "*fp32")
     words = dict.fromkeys(("arrived", "value", "counts", "received_counts", "signals"), "*i32")
@@ -154,8 +154,9 @@ def test_kernels_of_examples_compile_for_gpus():
         for file, kernel, constants in kernels
         for t in ("sm_90", "gfx942")
     ]
-    for job, outcome in compile_jobs(jobs).items():
-        assert not outcome.error, f"{job.kernel} for {job.target}: {outcome.error}"
+    compiler.start(jobs)
+    for job in jobs:
+        assert not compiler[job].error, f"{job.kernel} for {job.target}: {compiler[job].error}"
 
 
 def mpirun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
