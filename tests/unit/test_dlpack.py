@@ -195,7 +195,7 @@ def test_numpy_arrays_are_described_directly():
         dlpack.import_array(np.zeros(2, ">f4"))
 
 
-@pytest.mark.parametrize("thing", [None, [1, 2], 3.0, "x", object()], ids=repr)
+@pytest.mark.parametrize("thing", [None, [1, 2], 3.0, "x", ...], ids=repr)
 def test_things_that_are_no_arrays(thing):
     with pytest.raises(InvalidArgument, match="DLPack producer"):
         dlpack.import_array(thing)

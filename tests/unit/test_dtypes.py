@@ -20,7 +20,7 @@ class Named:
     def __init__(self, text):
         self.text = text
 
-    def __str__(self):
+    def __repr__(self):
         return self.text
 
 
