@@ -123,7 +123,7 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
 
 def chosen(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
     """The cases and targets that the module's tests are run for: those worth compiling ahead."""
-    items = [item for item in request.session.items if item.module is request.module]
+    items = [item for item in request.session.items if item.path == request.path]
     known = [item.callspec.params for item in items if hasattr(item, "callspec")]
     return [(each["case"], each["target"]) for each in known if {"case", "target"} <= set(each)]
 
