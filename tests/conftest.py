@@ -18,7 +18,6 @@ from tests.helpers.commands import ROOT
 from tests.helpers.jobs import CaseFailure, Jobs, Request, Skipped
 
 _CASES = ROOT / "tests" / "ranks" / "cases"
-_COMPILED = ROOT / "tests" / "aot"
 _TOOLS = {"cuda": ["nvidia-smi", "-L"], "hip": ["rocm-smi", "--showid", "--csv"]}
 _JOBS = pytest.StashKey[Jobs]()
 
@@ -67,26 +66,6 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
     if file_path.suffix == ".py" and file_path.parent == _CASES:
         return CaseFile.from_parent(parent, path=file_path)
     return None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`: tests of a file stay in one process, so that nothing is compiled or started twice.
-
-    So do all that are compiled ahead of time, which keep every core busy, and cases of one world.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            folder = (ROOT / file).parent
-            if folder == _CASES:
-                return file + nodeid[nodeid.rindex("w") :]
-            return "compiled" if folder == _COMPILED else file
-
-    config.option.loadscopereorder = False  # worlds of one size follow each other
-    return Groups(config, log)
 
 
 @pytest.hookimpl(trylast=True)

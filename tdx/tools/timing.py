@@ -50,14 +50,13 @@ def times_in_turn(
 
     They take turns, on a device that is hot, so that all are taken at the same clocks.
     """
-    on_host = world.backend == "host"
-    repeats = 3 if on_host else repeats
+    repeats = 3 if world.backend == "host" else repeats
 
     def round_() -> None:
         for replay in replays.values():
             replay()
 
-    _warm_up(world, round_, 0.0 if on_host else _HOT_S)
+    _warm_up(world, round_, _HOT_S)
     samples: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(repeats):
         for name, replay in replays.items():
@@ -87,7 +86,7 @@ def device_time(
 ) -> float:
     """Microseconds a call takes when `calls` of them are replayed as one graph; see replay_time."""
     if world.backend == "host":  # nothing there is worth a thousand calls
-        calls, repeats = min(calls, 2), min(repeats, 5)
+        calls, repeats = min(calls, 2), min(repeats, 3)
     call()
     world.synchronize()
     return warm_time(world, recorded(world, call, calls), calls, repeats)
@@ -108,10 +107,12 @@ def recorded(world: World, call: Callable[[], object], calls: int) -> Callable[[
 
 
 def _warm_up(world: World, replay: Callable[[], None], seconds: float) -> None:
-    """Replay for a while, as often on every rank: clocks that were idle need time to rise."""
+    """Replay for a while, as often on every rank: clocks of an idle GPU need time to rise."""
     start = time.perf_counter()
     replay()
     world.synchronize()
+    if world.backend == "host":
+        return
     taken = slowest(world, time.perf_counter() - start)
     for _ in range(min(500, int(seconds / max(taken, 1e-6)))):
         replay()
