@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tdx-ranks",
         type=int,
         help="ranks of the largest world; default: of as many as there are GPUs, or on the host "
-        "tier of any, but without 2 where a case has 3",
+        "tier of any, but without 2 where a case has 3 or 4",
     )
 
 
@@ -159,7 +159,8 @@ def _needs_gpu(item: pytest.Item) -> bool:
 def _sizes(config: pytest.Config, worlds: tuple[int, ...], largest: int) -> list[int]:
     """Those of a case's world sizes that are run."""
     chosen = config.getoption("--tdx-ranks") is not None
-    spares_pairs = config.getoption("--tdx-backend") == "host" and not chosen and 3 in worlds
+    more = not {3, 4}.isdisjoint(worlds)
+    spares_pairs = config.getoption("--tdx-backend") == "host" and not chosen and more
     return [size for size in worlds if size <= largest and not (spares_pairs and size == 2)]
 
 
