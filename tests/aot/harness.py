@@ -118,7 +118,7 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
     try:
         return compile_job(job)
     except Exception as error:
-        return {"error": "\n".join(causes(error))}
+        return {"error": "\n".join(_causes(error))}
 
 
 def chosen(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
@@ -128,7 +128,7 @@ def chosen(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
     return [(each["case"], each["target"]) for each in known if {"case", "target"} <= set(each)]
 
 
-def causes(error: BaseException | None) -> Iterator[str]:
+def _causes(error: BaseException | None) -> Iterator[str]:
     """The error and what it came from, a line each."""
     while error is not None:
         yield f"{type(error).__name__}: {error}"
