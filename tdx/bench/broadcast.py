@@ -27,7 +27,7 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
         yield from Collective(
             nbytes,
             partial(tdx.Broadcast, world, numel, bench.dtype, 0),
-            ALGORITHMS if fast else ALGORITHMS[2:],
+            ALGORITHMS if fast else ALGORITHMS[1:],
             given.view(bench.dtype),
             bench.pattern(0, given.nbytes).view(bench.dtype),
             sent=nbytes,

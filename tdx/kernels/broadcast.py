@@ -8,9 +8,10 @@ low_latency          The root pushes its array to every peer as words of data an
                      looks at the acknowledgements of two calls ago before it uses a slot again, so
                      it does not wait for them.
 low_latency_scatter  Scatter and all-gather (van de Geijn) with such words: the root pushes a part
-                     to each peer, which passes it on to the others. 8/7 * S bytes out of the
-                     root, two hops, up to 16 MiB (also to an only peer). A peer writes to others
-                     what came after the root had seen that they have left the call before last.
+                     to each peer, which passes it on to the others (or to an only peer all). 8/7 *
+                     S bytes out of the root, two hops, larger arrays in rounds, which are
+                     acknowledged like calls. A peer writes to others what came after the root had
+                     seen that they have left the round before last.
 scatter              The same in rounds, with a signal behind each part of a round: the peers push
                      theirs to each other while the root scatters the next round. So every link
                      carries S bytes once: S / bandwidth and one round to fill the pipeline.
@@ -54,7 +55,7 @@ from tdx.kernels.pushing import (
 )
 from tdx.kernels.select import (
     LOW_LATENCY_BYTES,
-    SCATTERED_BYTES,
+    MOVEMENT,
     broadcast_algorithm,
     broadcast_round_bytes,
     push_block,
@@ -111,8 +112,10 @@ class Broadcast(Plan):
             check_algorithm("broadcast", algorithm, ALGORITHMS)
             self.algorithm = algorithm or broadcast_algorithm(world.backend, self._nbytes, ranks)
             if self.algorithm in _WORDS:
-                most = SCATTERED_BYTES if self.algorithm == _WORDS[1] else LOW_LATENCY_BYTES
-                check_low_latency("broadcast", self._nbytes, ranks, (), self.algorithm, most)
+                scatters = self.algorithm == _WORDS[1]
+                most = LOW_LATENCY_BYTES  # of a round
+                nbytes = min(self._nbytes, most) if scatters else self._nbytes
+                check_low_latency("broadcast", nbytes, ranks, (), self.algorithm, most)
             shared.update(
                 shape=self.shape, dtype=self.dtype, root=self.root, given_algorithm=algorithm,
                 algorithm=self.algorithm,
@@ -128,13 +131,17 @@ class Broadcast(Plan):
 
     def _build_words(self) -> None:
         ranks, scatters = self.group.size, self.algorithm == _WORDS[1]
-        # parts begin where vectors of 16 bytes do
-        self._part = aligned(-(-self._nbytes // max(1, ranks - 1))) if scatters else self._nbytes
+        self._part, self._rounds = self._nbytes, 1
+        if scatters:
+            peers, most = max(1, ranks - 1), MOVEMENT[self.world.backend].words_round
+            # parts begin where vectors of 16 bytes do
+            self._part = aligned(-(-min(self._nbytes, most) // peers))
+            self._rounds = -(-self._nbytes // (self._part * peers))
         self._lanes, self._warps = low_latency_lanes(self.world.backend, self._part)
         self._blocks = self.blocks_for(tiles_of(self._part, self._lanes))
         words = 2 * (ranks if scatters else 1) * slot_words(self._part, self._lanes)
-        self._slots = self.packed_slots(words)
-        self._read = self.workspace("read", (self._blocks * ranks,), np.int32)
+        self._slots = self.packed_slots(words, self._rounds)
+        self._read = self.workspace("read", (self._blocks * ranks,), np.int32, steps=self._rounds)
         self._channel = self.channel(self._blocks)
         if self._nbytes and ranks > 1:
             self._words_kernel(math.gcd(4, self._nbytes))
@@ -153,7 +160,7 @@ class Broadcast(Plan):
             else:
                 kernel = self.bind(
                     low_latency_scatter_kernel, self._blocks, *common, self._part // width,
-                    RANKS=self.group.size, **named,
+                    self._rounds, RANKS=self.group.size, **named,
                 )  # fmt: skip
             self._kernels[width] = kernel
         return kernel

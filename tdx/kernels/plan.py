@@ -149,9 +149,9 @@ class Plan(Repeating):
         self._memory.append(array._block)
         return array
 
-    def packed_slots(self, words: int) -> Array:
+    def packed_slots(self, words: int, steps: int = 1) -> Array:
         """The same for packed words of data and flag (see packed.py), of 64 bits."""
-        return self.workspace("slots", (words,), np.int64, bits=8)
+        return self.workspace("slots", (words,), np.int64, steps=steps, bits=8)
 
     def channel(self, blocks: int) -> Channel:
         """Signals for `blocks` blocks."""

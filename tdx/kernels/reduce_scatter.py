@@ -4,7 +4,8 @@ W ranks, S bytes each:
 
 push         Each rank pushes part p to rank p, which reduces what it got, step by step. One hop,
              (W - 1) / W * S bytes out and one signal per block and step; see shards.py for the
-             order of pushes and for the slots.
+             order of pushes and for the slots. Two ranks push a step before they reduce the one
+             before it; of more, pushes of two steps at once would share links.
 low_latency  Each rank pushes part p to rank p as words of data and flag (see all_reduce.py): 8/7 of
              the bytes, one hop and no signals. Two slots in turn: a rank can be in call n + 2 only
              after every other has read its words of call n, because each call waits for all. Up to
@@ -47,6 +48,7 @@ from tdx.kernels.reduction import (
     finish,
 )
 from tdx.kernels.select import (
+    STEP_BYTES,
     cheapest,
     shard_block,
     takes_low_latency,
@@ -71,7 +73,7 @@ __all__ = ["Config", "ReduceScatter", "reduce_scatter"]
 
 _VECTOR = tl.constexpr(VECTOR)
 _VALUES = tl.constexpr(VALUES)
-_LEAST_STEPS = 4  # of large arrays: nothing hides the sums of the last step
+_LEAST_STEPS = 4  # of two ranks' large arrays: nothing hides the sums of the last step
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,10 @@ def _reduce_at(
 @triton.jit(do_not_specialize=["units", "step_vectors", "steps"])
 def push_kernel(
     x, out, staging, signals, channel, world, units, step_vectors, steps,
-    OP: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OP: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, AHEAD: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push step s, reduce step s - 1, for all steps. Parts have `units` * UNIT elements.
+    """Push step s, reduce step s - AHEAD, for all steps. Parts have `units` * UNIT elements.
 
     `signals` holds RANKS words for each block: who has pushed its part of which step.
     """
@@ -110,18 +112,19 @@ def push_kernel(
     pushed = signals + index * RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
     ok = (steps > 0) & tdl.no_fault(world)
-    for s in range(0, steps + 1):
+    for s in range(0, steps + AHEAD):
         now = first + s
         if s < steps:
             if ok:
                 slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
                 push_step(x, slot, world, RANKS * shard, shard, s * size, size, BLOCK)
             notify_ranks(pushed, world, now + 1, ok)
-        if s > 0:
-            ok = tdl.wait_all(pushed, RANKS, world, now) & ok
+        if s >= AHEAD:
+            done = now - AHEAD
+            ok = tdl.wait_all(pushed, RANKS, world, done + 1) & ok
             if ok:
-                slot = staging + ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
-                begin = (s - 1) * size
+                slot = staging + (done & (SLOTS - 1)).to(tl.int64) * RANKS * size
+                begin = (s - AHEAD) * size
                 own = x + me * shard + begin
                 to = out + begin
                 count = part_length(me, shard, RANKS * shard, begin, size)
@@ -267,14 +270,18 @@ class ReduceScatter(Plan):
                 PAIRS=size == 2, **named,
             )  # fmt: skip
         slot_bytes = ranks * self._shard * size
-        least = config.steps or (1 if fewest_steps(slot_bytes) == 1 else _LEAST_STEPS)
-        steps = Steps.make(self._shard, slot_bytes, least)
+        ahead, least = ranks <= 2, config.steps
+        if least is None and ahead:
+            least = 1 if fewest_steps(slot_bytes) == 1 else _LEAST_STEPS
+        elif least is None:
+            least = -(-slot_bytes // STEP_BYTES)
+        steps = Steps.make(self._shard, slot_bytes, least, ahead)
         blocks = self.blocks_for(-(-steps.elements // config.block), config.blocks)
         staging = self.workspace("shards", (steps.slots * ranks * steps.elements,), self.dtype)
         signals = self.workspace("signals", (blocks * ranks,), np.int32, steps=steps.count)
         return self.bind(
             push_kernel, blocks, kinds, staging, signals, self.channel(blocks), world, units,
-            steps.vectors, steps.count, SLOTS=steps.slots, **named,
+            steps.vectors, steps.count, SLOTS=steps.slots, AHEAD=int(ahead), **named,
         )  # fmt: skip
 
     def __call__(self, x: Any, out: Any = None, stream: Any = None) -> Any:

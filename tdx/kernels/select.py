@@ -10,7 +10,7 @@ import numpy as np
 
 __all__ = [
     "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_ELEMENTS", "MOST_WARPS", "MOVEMENT",
-    "SCATTERED_BYTES", "STAGING_BYTES", "STEPS_BYTES", "Movement", "block_bytes", "block_elements",
+    "STAGING_BYTES", "STEPS_BYTES", "STEP_BYTES", "Movement", "block_bytes", "block_elements",
     "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants", "engines_us",
     "follows", "gather_algorithm", "gather_chunks", "movement_algorithm", "power_of_two",
     "push_block", "push_tile", "row_block", "row_words", "shard_block", "shared_bytes",
@@ -19,7 +19,6 @@ __all__ = [
 
 # what words of data and flag are for; of all ranks' blocks slots take 16 / 7 * W times the bytes
 LOW_LATENCY_BYTES, LOW_LATENCY_RANKS = 4 << 20, 16
-SCATTERED_BYTES = 16 << 20  # of a root's array whose parts peers pass on as such words
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,9 @@ def shared_bytes(arch: str) -> int:
 
 STAGING_BYTES = 64 << 20  # most memory of a plan for slots that large arrays pass through
 STEPS_BYTES = 128 << 20  # the same where shards do so in several steps
+# of an array a step, where each step is reduced before the next one is pushed: of larger ones sums
+# hide less, and blocks drift apart, so that more than one rank sends to the same
+STEP_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Cost:
 # Of 2 and 4 x H100 and H200 with NVLink (18 links) in a graph, bfloat16; of 4 ranks on 2 cores.
 _H200 = {
     "low_latency": Cost(2.4, 285e3),
-    "low_latency_two_shot": Cost(3.9, 320e3),
+    "low_latency_two_shot": Cost(5.0, 335e3),
     "one_shot": Cost(8.0, 330e3),
     "two_shot": Cost(8.8, 360e3, 0.2),
     "push": Cost(4.6, 350e3, 0.7),
@@ -190,6 +192,8 @@ class Movement:
     words_broadcast : tuple[int, int, int]
         Most bytes that a root sends as words of data and flag to its only peer, to each of several,
         and in parts that these pass on.
+    words_round : int
+        Most bytes of a round of the last.
     scatter_bytes : int
         Most bytes that a root scatters in rounds.
     broadcast_rounds : tuple[int, int]
@@ -203,6 +207,7 @@ class Movement:
     push_shapes: tuple[tuple[int, int, int], ...]
     signal_bytes: int
     words_broadcast: tuple[int, int, int]
+    words_round: int
     scatter_bytes: int
     broadcast_rounds: tuple[int, int] = (4 << 20, 16 << 20)
 
@@ -211,11 +216,12 @@ class Movement:
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
 _MOVED = Movement(
-    4 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (8 << 20, 128 << 10, 8 << 20), 64 << 20
-)
+    6 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (8 << 20, 128 << 10, 64 << 20), 8 << 20,
+    64 << 20,
+)  # fmt: skip
 MOVEMENT: dict[str, Movement] = {
     "host": Movement(
-        48 << 10, "pull", _NEVER, (), 16 << 20, (48 << 10, 24 << 10, 24 << 10), 0,
+        48 << 10, "pull", _NEVER, (), 16 << 20, (48 << 10, 24 << 10, 24 << 10), 24 << 10, 0,
         (64 << 10, 16 << 20),
     ),
     "cuda": _MOVED,
@@ -329,9 +335,8 @@ def movement_algorithm(backend: str, nbytes: int, ranks: int, large: str) -> str
 def broadcast_algorithm(backend: str, nbytes: int, ranks: int) -> str:
     """How `nbytes` of a root are sent to all."""
     two, each, parts = MOVEMENT[backend].words_broadcast
-    once = nbytes <= (LOW_LATENCY_BYTES if ranks <= 2 else each)
-    most = LOW_LATENCY_BYTES if once else SCATTERED_BYTES
-    if takes_low_latency(nbytes, ranks, most=most) and nbytes <= (two if ranks <= 2 else parts):
+    if ranks <= LOW_LATENCY_RANKS and nbytes <= (two if ranks <= 2 else parts):
+        once = nbytes <= (LOW_LATENCY_BYTES if ranks <= 2 else each)
         return "low_latency" if once else "low_latency_scatter"
     return "chain" if ranks <= 2 or nbytes > MOVEMENT[backend].scatter_bytes else "scatter"
 

@@ -42,6 +42,7 @@ from tdx.kernels.packed import (
 )
 from tdx.kernels.plan import Plan
 from tdx.kernels.reduction import ReductionConfig, finish, mean, widen
+from tdx.kernels.select import STEP_BYTES
 from tdx.kernels.shards import (
     Steps,
     notify_ranks,
@@ -263,7 +264,10 @@ def bind_two_shot(
     per_element = dtype.itemsize + (0 if buffer is not None else wire.itemsize)
     ahead = ranks <= 2  # of more, pushes of two steps at once would share links
     slot_bytes = ranks * shard * VECTOR * per_element
-    steps = Steps.make(shard * VECTOR, slot_bytes, config.steps, ahead)
+    nbytes, least = numel * dtype.itemsize, config.steps
+    if not ahead and least is None and nbytes > 2 * STEP_BYTES:
+        least = -(-nbytes // STEP_BYTES)
+    steps = Steps.make(shard * VECTOR, slot_bytes, least, ahead)
     slots = (steps.slots * ranks * steps.elements,)
     blocks = plan.blocks_for(-(-steps.elements // config.block), config.blocks)
     staging = plan.workspace("shards", slots, dtype)

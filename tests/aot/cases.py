@@ -39,7 +39,7 @@ def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **cho
     block, warps = shard_block("cuda", (64 << 20) // size // ranks, size, ranks)
     values = {
         "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "RANKS": ranks,
-        "SLOTS": 4 if ranks == 2 or "two_shot" not in kernel else 2, "AHEAD": int(ranks == 2),
+        "SLOTS": 4 if ranks == 2 else 2, "AHEAD": int(ranks == 2),
         "WHOLE": True, "COPY": False, "ROOTED": False, "UNIT": 16, "PAIRS": size == 2,
         "RESULT_PAIRS": size == 2, "BLOCK": _LANES * 4 // size if words else block, **chosen,
     }  # fmt: skip
@@ -177,7 +177,7 @@ def _words(kernel: str, word: str, **more):
     width = int(word[2:]) // 8
     constants = {"WIDTH": width, "LANES": _LANES, **more}
     options = {"num_warps": _LANES // 32}
-    return _moved(kernel, word, constants, ("root", "count", "part"), options)
+    return _moved(kernel, word, constants, ("root", "count", "part", "rounds"), options)
 
 
 CASES = {
@@ -210,6 +210,7 @@ CASES = {
         "two_shot_words.low_latency_two_shot_kernel", "float32", OP="avg", HAS_RESIDUAL=True
     ),
     "scatter-bf16": _shards("reduce_scatter.push_kernel", "bfloat16"),
+    "scatter-2": _shards("reduce_scatter.push_kernel", "bfloat16", 2),
     "scatter-fp32-8": _shards("reduce_scatter.push_kernel", "float32", 8),
     "scatter-odd": _shards("reduce_scatter.push_kernel", "bfloat16", UNIT=1, BLOCK=4096),
     "words-scatter-bf16": _shards("reduce_scatter.low_latency_kernel", "bfloat16"),

@@ -98,7 +98,9 @@ def many_rounds(staging: int = 4096, rounds: tuple[int, int] = (512, 1024)) -> I
     with many_blocks(), pytest.MonkeyPatch.context() as patch:
         for backend, limits in MOVEMENT.items():
             shapes = ((1 << 62, 512, 4),) if limits.push_shapes else ()
-            few = dataclasses.replace(limits, broadcast_rounds=rounds, push_shapes=shapes)
+            few = dataclasses.replace(
+                limits, broadcast_rounds=rounds, words_round=rounds[0], push_shapes=shapes
+            )
             patch.setitem(MOVEMENT, backend, few)
         patch.setattr(pushing, "STAGING_BYTES", staging)
         yield

@@ -83,8 +83,9 @@ def test_movement_by_size(backend):
     small, large = MOVEMENT[backend].low_latency_bytes // 7, MOVEMENT[backend].copy_engine_bytes
     assert movement_algorithm(backend, small, 8, "push") == "low_latency"
     assert movement_algorithm(backend, small + 1, 8, "push") == "push"
-    assert movement_algorithm(backend, 7 * small, 2, "push") == "low_latency"
-    assert movement_algorithm(backend, 7 * small + 7, 2, "push") == "push"
+    alone = min(7 * small, LOW_LATENCY_BYTES)
+    assert movement_algorithm(backend, alone, 2, "push") == "low_latency"
+    assert movement_algorithm(backend, alone + 7, 2, "push") == "push"
     assert movement_algorithm(backend, 8, 17, "push") == "push"
     assert gather_algorithm(backend, small, 8, True) == "low_latency"
     assert gather_algorithm(backend, large - 1, 8, True) == "push"

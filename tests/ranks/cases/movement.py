@@ -183,11 +183,11 @@ def case_broadcast_of_many_rounds_to_five(world):
 def broadcast_in_rounds(world, staged, shift):
     limit, root = 4096 if world.size < 5 else 8192, 1
     count = 6 * limit + 425 - shift
-    for algorithm in ("scatter", "chain"):
+    for algorithm, blocks in (("low_latency_scatter", 4), ("scatter", 4), ("chain", 8)):
         with many_rounds(rounds=(limit, limit)):
             plan = tdx.Broadcast(world, count, "int8", root, algorithm=algorithm)
         assert plan._rounds > 6
-        assert plan._blocks >= (4 if algorithm == "scatter" else 8)
+        assert plan._blocks >= blocks
         broadcast_late(world, plan, count, root, staged, shift)
 
 
