@@ -149,7 +149,7 @@ def test_steps_cover_a_shard_within_bounded_memory(ranks, shard, least, ahead):
 
 
 def test_the_cheapest_algorithm_follows_the_size():
-    """The figures of 4 x H200: words with flags for small arrays, fewest bytes for large ones."""
+    """The figures of 4 x H100: words with flags for small arrays, fewest bytes for large ones."""
 
     def chosen(nbytes):
         sent = {
@@ -160,7 +160,8 @@ def test_the_cheapest_algorithm_follows_the_size():
         return cheapest("cuda", sent, 4)
 
     assert chosen(4 << 10) == "low_latency"
-    assert chosen(256 << 10) == "low_latency_two_shot"
+    assert chosen(256 << 10) == "low_latency"
+    assert chosen(512 << 10) == "low_latency_two_shot"
     assert chosen(8 << 20) == "two_shot"
     assert cheapest("cuda", {"one_shot": 1e3}, 4) == "one_shot"
     assert all(set(COSTS[backend]) == set(COSTS["cuda"]) for backend in CONSTANTS)
