@@ -23,12 +23,12 @@ def rows(bench: Bench) -> Iterator[dict[str, Any]]:
     for nbytes in bench.sizes(_SIZES):
         numel = nbytes // bench.dtype.itemsize
         given = bench.pattern(world.rank, numel * bench.dtype.itemsize)
-        first = 0 if takes_low_latency(given.nbytes, world.size) else 1
-        first = first if takes_low_latency(0, world.size) else 2
+        # words are for few ranks, and those of the root for small arrays
+        small, few = (takes_low_latency(n, world.size) for n in (given.nbytes, 0))
         yield from Collective(
             nbytes,
             partial(tdx.Broadcast, world, numel, bench.dtype, 0),
-            ALGORITHMS[first:],
+            ALGORITHMS[0 if small else 1 if few else 2 :],
             given.view(bench.dtype),
             bench.pattern(0, given.nbytes).view(bench.dtype),
             sent=nbytes,
