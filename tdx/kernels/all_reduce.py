@@ -215,7 +215,7 @@ class AllReduce(Plan):
             adds, arch = bias or residual, world.device.arch
             check_types(self.operation, self.dtype, self.out_dtype, op, arch, adds)
             check_algorithm(self.operation, algorithm, Config.algorithms)
-            Config.check(config, self.operation, algorithm)
+            Config.check(config, self.operation, algorithm, self.dtype, world.backend)
             travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
             self.config = config or choose(
                 world.backend, self._numel, self.dtype, travels, self.group.size, algorithm

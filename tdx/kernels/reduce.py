@@ -106,7 +106,7 @@ class Reduce(Plan):
             self.op, self.root = op, self.group.check_rank(root, f"{self.operation}: root")
             check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch)
             ranks = self.group.size
-            Config.check(config, self.operation, algorithm)
+            Config.check(config, self.operation, algorithm, self.dtype, world.backend)
             self._numel = elements(self.shape)
             self.config = config or self._choose(algorithm)
             if self.config.algorithm == "low_latency":

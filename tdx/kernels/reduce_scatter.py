@@ -213,7 +213,7 @@ class ReduceScatter(Plan):
             check_types(self.operation, self.dtype, self.out_dtype, op, world.device.arch)
             self.out_shape = self._scattered()
             self.result = (self.out_shape, self.out_dtype)
-            Config.check(config, self.operation, algorithm)
+            Config.check(config, self.operation, algorithm, self.dtype, world.backend)
             self._shard = elements(self.out_shape)
             self.config = config or self._choose(algorithm)
             if self.config.algorithm == "low_latency":

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 OPERATIONS = ("sum", "avg", "max", "min")
+_THREAD_LANES = 4  # of words: with more of them a kernel spills, and compiles for minutes
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ReductionConfig:
     algorithm : str
     block : int
         Elements a block handles at a time, a power of two >= 2; where data and flag share words,
-        of each of the 7 values in a lane (see packed.py).
+        of each of the 7 values in a lane (see packed.py), on GPUs at most 4 lanes a thread.
     num_warps : int
         Warps of a block, a power of two.
     blocks : int, optional
@@ -64,8 +65,13 @@ class ReductionConfig:
     algorithms: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def check(cls, config: object, operation: str, algorithm: object) -> None:
-        """Raise InvalidArgument unless `config` is None or one of this operation's `algorithm`."""
+    def check(
+        cls, config: object, operation: str, algorithm: object, dtype: np.dtype | None = None,
+        backend: str = "host",
+    ) -> None:  # fmt: skip
+        """Raise InvalidArgument unless `config` is None or one of this operation's `algorithm`,
+        and threads of a GPU hold its tile of words of `dtype`, if that is given.
+        """
         if config is None:
             return
         if not isinstance(config, cls):
@@ -76,6 +82,15 @@ class ReductionConfig:
             raise InvalidArgument(
                 f"{operation}: algorithm={algorithm!r} beside a config of "
                 f"{config.algorithm!r}; pass one of them"
+            )
+        if dtype is None or backend == "host" or not config.algorithm.startswith("low_latency"):
+            return
+        lanes, most = config.lanes(dtype), 32 * _THREAD_LANES * config.num_warps
+        if lanes > most:
+            raise InvalidArgument(
+                f"{operation}: block={config.block} of {config.algorithm} is {lanes} lanes of "
+                f"words of {dtype}, and num_warps={config.num_warps} have registers for {most} at "
+                f"most; pass block={most * 4 // dtype.itemsize} or less"
             )
 
     def lanes(self, dtype: np.dtype) -> int:

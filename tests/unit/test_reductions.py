@@ -50,6 +50,15 @@ def test_blocks_of_words():
         Config("low_latency", 1)
 
 
+def test_threads_have_registers_for_a_tile_of_words():
+    dtype = dtypes.resolve("float32")
+    config = Config("low_latency", 2048, 8)
+    Config.check(config, "all_reduce", None, dtype, "host")
+    Config.check(config, "all_reduce", None, dtypes.resolve("float16"), "cuda")
+    with pytest.raises(InvalidArgument, match=r"2048 lanes .* 1024 at most; pass block=1024 or"):
+        Config.check(config, "all_reduce", None, dtype, "cuda")
+
+
 def test_tiles_of_a_product():
     MatmulConfig(1024, 1024, 16)
     with pytest.raises(InvalidArgument, match=r"block_m=2048, block_n=1024 .* 1048576 elements"):
