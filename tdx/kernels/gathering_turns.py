@@ -20,8 +20,9 @@ __all__ = [
 # Fewest rows of a rank: b is read for each rank's rows, which fewer do not make up for. Most of
 # all ranks, of two and of more: copy engines take no blocks from the product.
 _FEWEST, _MOST, _MOST_OF_MANY = 512, 4096, 8192
-# A short product of few rows, and of many, in what copy engines take; measured on four H100s.
-_SHORT_OF_FEW, _SHORT = 1.4, 2
+# A short product of few rows, and of many, in what copy engines take, and rows of a rank of which
+# all are; measured on four H100s.
+_SHORT_OF_FEW, _SHORT, _ALL_SHORT = 1.4, 2, 256
 # Most memory for the rows of all ranks in two calls, of two ranks and of more.
 _SLOT_BYTES, _SLOT_BYTES_OF_MANY = 128 << 20, 256 << 20
 PIECES = 16  # in which the rows of a rank are pushed
@@ -73,7 +74,8 @@ def choices(
     gather_us = engines_us(world.backend, (ranks - 1) * rows * depth * size)
     if rows <= _FEWEST:
         usual = "one_kernel" if rows == _FEWEST else "fused"
-        return usual, "unfused", size <= 2 and product_us < _SHORT_OF_FEW * gather_us
+        short = rows <= _ALL_SHORT or product_us < _SHORT_OF_FEW * gather_us
+        return usual, "unfused", size <= 2 and short
     return "fused", "one_kernel", size <= 2 and product_us < _SHORT * gather_us
 
 

@@ -15,7 +15,7 @@ one_kernel
          finished, with a signal, and add all ranks' own rows of it. See summed_tiles.py.
 low_latency
          The same for the fewest rows, as words of data and flag: see low_latency_product.py. Up to
-         16 ranks, 4 MiB of partial sums for a rank.
+         16 ranks, 4 MiB of partial sums for a rank; chosen for two.
 
 cuBLAS may multiply for "fused", of float8, and "unfused": see library_sums.py.
 
@@ -61,8 +61,8 @@ ALGORITHMS = ("fused", "one_kernel", "low_latency", "unfused")
 _PUSHED_BYTES = 4 << 20  # most partial sums of one of two ranks that one kernel pushes
 _LONG = 1 << 16
 # A short product's time: of two ranks in what copy engines take besides the bytes, of more in all
-# that they take. Measured on two H200s and four H100s.
-_SHORT, _SHORT_OF_MANY = 3, 0.7
+# that they take; and what each of more sends beside which all are. On two H200s and four H100s.
+_SHORT, _SHORT_OF_MANY, _FEW_BYTES = 3, 0.7, 12 << 20
 _FIRST = 256  # rows of a rank from which float8 is multiplied first, by cuBLAS; on two H100s
 _SIZES = [
     "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
@@ -250,25 +250,25 @@ class MatmulReduceScatter(ReducedProduct):
         nbytes = self._rows * columns * self.partial_dtype.itemsize
         if not follows(backend, self._rows, nbytes, size):
             return "unfused" if self._is_short((size - 1) * nbytes) else "fused"
-        if split:
+        if split or size > 2:
             return "unfused"
         if sends_words(nbytes, size):
             return "low_latency"
-        return "one_kernel" if size == 2 and nbytes <= _PUSHED_BYTES else "unfused"
+        return "one_kernel" if nbytes <= _PUSHED_BYTES else "unfused"
 
     def _is_short(self, sent: int) -> bool:
-        """Whether all products are short beside what copy engines take for `sent` bytes."""
-        limits, itemsize, size = constants(self.world.backend), self.dtype.itemsize, self.group.size
-        if itemsize > 2 or not sent or self.world.backend == "host":
+        """Whether all products are short beside copy engines, which take long for few `sent`."""
+        backend, size, limits = self.world.backend, self.group.size, constants(self.world.backend)
+        if self.dtype.itemsize > 2 or not sent or backend == "host":
             return False
-        most = _SHORT_OF_MANY * engines_us(self.world.backend, sent)
-        if size == 2 and sent < limits.engine_us * limits.link_bytes_per_us:  # before they begin
-            most = _SHORT * limits.engine_us
-        elif size == 2:
-            return False
+        most = float("inf") if sent <= _FEW_BYTES else _SHORT_OF_MANY * engines_us(backend, sent)
+        if size == 2:
+            most = _SHORT * limits.engine_us  # before they begin
+            if sent >= limits.engine_us * limits.link_bytes_per_us:
+                return False
         sizes = (self._rows * size, self.shape_b[1], self.shape_b[0])
         call = f"{self.operation}(rows={sizes[0]}, columns={sizes[1]}, given_algorithm=None)"
-        return unanimous(self.group, call, least_us(self.world, itemsize, *sizes) < most)
+        return unanimous(self.group, call, least_us(self.world, self.dtype.itemsize, *sizes) < most)
 
     def _build(self) -> Way:
         if self.algorithm == "unfused":

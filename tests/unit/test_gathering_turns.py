@@ -35,6 +35,7 @@ def test_short_products_of_many_ranks_are_not_fused_with_copy_engines():
     product = SimpleNamespace(dtype=np.dtype("float16"))
     for rows, columns, depth, ranks, expected in (
         (384, 1536, 4096, 4, "unfused"), (384, 7168, 8192, 4, "fused"),
+        (256, 4608, 16384, 4, "unfused"),
         (512, 2560, 8192, 4, "unfused"), (512, 7168, 4096, 4, "one_kernel"),
         (1024, 1536, 4096, 4, "one_kernel"), (1024, 2560, 8192, 4, "one_kernel"),
         (2048, 2560, 8192, 4, "one_kernel"), (1024, 7168, 8192, 4, "fused"),
