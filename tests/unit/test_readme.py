@@ -10,7 +10,7 @@ import pytest
 import tdx
 from tests.helpers.commands import ROOT, run_tdx
 from tests.helpers.framework_table import COLUMNS, REFUSALS, columns_of, replaced, table
-from tests.helpers.measured_table import measured_table, product_table
+from tests.helpers.measured_table import MEASURED, measured_table, product_table
 
 _TEXT = (ROOT / "README.md").read_text()
 _DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -59,9 +59,9 @@ def test_operations_exist_and_missing_ones_do_not():
 
 
 def test_measured_figures_are_those_of_the_benchmarks():
-    for gpus in ("2xH200", "4xH100"):
+    for gpus in MEASURED:
         assert measured_table(gpus) in _TEXT
-    assert product_table("2xH200") in _TEXT
+        assert product_table(gpus) in _TEXT
 
 
 def test_table_of_frameworks_could_have_been_printed():
