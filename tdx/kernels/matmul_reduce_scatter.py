@@ -258,14 +258,14 @@ class MatmulReduceScatter(ReducedProduct):
 
     def _is_short(self, sent: int) -> bool:
         """Whether all products are short beside copy engines, which take long for few `sent`."""
-        backend, size, limits = self.world.backend, self.group.size, constants(self.world.backend)
+        backend, size, gpu = self.world.backend, self.group.size, constants(self.world.backend)
         if self.dtype.itemsize > 2 or not sent or backend == "host":
             return False
-        most = float("inf") if sent <= _FEW_BYTES else _SHORT_OF_MANY * engines_us(backend, sent)
-        if size == 2:
-            most = _SHORT * limits.engine_us  # before they begin
-            if sent >= limits.engine_us * limits.link_bytes_per_us:
-                return False
+        if size > 2 and sent <= _FEW_BYTES:
+            return True
+        if size == 2 and sent >= gpu.engine_us * gpu.link_bytes_per_us:
+            return False
+        most = _SHORT * gpu.engine_us if size == 2 else _SHORT_OF_MANY * engines_us(backend, sent)
         sizes = (self._rows * size, self.shape_b[1], self.shape_b[0])
         call = f"{self.operation}(rows={sizes[0]}, columns={sizes[1]}, given_algorithm=None)"
         return unanimous(self.group, call, least_us(self.world, self.dtype.itemsize, *sizes) < most)
