@@ -1,13 +1,14 @@
 """Pushes by copy engines beside a kernel that computes.
 
-For each peer, and where the data is only being made for each chunk, a kernel of one warp waits
-until the peer lets this rank write (its credit) and the data is there. Copies follow, and behind
+A kernel of one warp waits until the peer lets this rank write (its credit) and the data is there:
+one on each stream, and where the data is only being made for each chunk. Copies follow, and behind
 those of a chunk one of the 4 bytes that are its signal, from a word on the device: a call's number,
 so that it may be replayed.
 
-Data that is there goes to each peer on a stream of its own, so that only copies to a late rank are
-late. Data that is being made goes on one stream, the next rank's first: kernels wait for long
-there, and each keeps a multiprocessor from the product.
+All goes to the next rank first, then to the one after it, and so on, as every rank does: so each
+link carries one rank's rows, which is when links are fastest, and rows of one rank are there before
+those of the next begin to come. Chunks take turns on two streams: a signal behind a chunk takes a
+while, in which the other stream copies.
 
 Copies cannot look at faults. When a wait was given up no new signal follows them, and before them
 the peer's signals from this rank are taken back. Who has read what they write waits for all of its
@@ -33,6 +34,7 @@ from tdx.runtime.world import World
 
 __all__ = ["Beside", "CopyPush", "confirm_kernel", "enter_kernel", "grant_kernel"]
 
+_LANES = 2  # streams, which have a chunk each in turn
 _Copy = tuple[int, int, int, bool]  # to, from, bytes; whether `from` counts from an operand's begin
 
 
@@ -54,7 +56,7 @@ def enter_kernel(progress, credit, epoch, world, chunks):
 
 @triton.jit(do_not_specialize=["peer", "word", "chunks", "count"])
 def grant_kernel(progress, credit, epoch, world, finished, sent, peer, word, chunks, count):
-    """Wait until a chunk for `peer` may be copied; the copies set its signals to `sent`.
+    """Wait until a chunk for `peer` may be copied; the copies set its signals to `sent`, one word.
 
     Every call adds `count` to `word` of `finished`, if anything has to be.
     """
@@ -65,10 +67,10 @@ def grant_kernel(progress, credit, epoch, world, finished, sent, peer, word, chu
         ok = tdl.wait(finished + word, world, number * count, peer=me) & ok
     if ok:
         if tdl.no_fault(world):
-            tl.store(sent + peer, number)
+            tl.store(sent, number)
     else:
         never = number - (1 << 30)
-        tl.store(sent + peer, never)
+        tl.store(sent, never)
         for each in range(0, chunks):
             signal = tdl.symm_at(progress + me * chunks + each, peer, world)
             tl.atomic_xchg(signal, never, sem="release", scope="sys")
@@ -126,7 +128,7 @@ class CopyPush:
         All peers get the same: `finished` has (chunks) words, of which the first should be there
         first.
     behind : CopyPush, optional
-        One which copies this, too, on its stream and after its own; then it alone is started.
+        One which copies this, too, on its streams and after its own; then it alone is started.
 
     Attributes
     ----------
@@ -134,12 +136,12 @@ class CopyPush:
         Multiprocessors that the kernels which wait need.
     """
 
-    blocks = 1
+    blocks = _LANES
 
     def __init__(
         self, plan: Plan, signals: tuple[Any, ...], chunks: int,
         pieces: Callable[[int, int], Sequence[tuple[Array, int, Array | None, int, int]]],
-        finished: Array | None = None, counts: Sequence[int] = (0,), common: bool = False,
+        finished: Array | None = None, counts: Sequence[int] = (0,) * _LANES, common: bool = False,
         behind: CopyPush | None = None,
     ):  # fmt: skip
         group, world = plan.group, plan.world
@@ -148,18 +150,21 @@ class CopyPush:
         self._driver = world.driver
         self._work: list[tuple[int, Callable[..., None] | _Copy]] = []  # with the stream
         if behind is None:
-            self._beside = Beside(world, peers if finished is None else min(1, peers))
+            self._beside = Beside(world, min(_LANES, chunks) if peers else 0)
         else:
             self._beside, self._work = behind._beside, behind._work
         self.join = self._beside.join
-        sent = world.zeros((group.size,), np.int32, symmetric=False)
+        streams = self._beside.streams
+        # of each stream: where waits on one were given up, those on the other may not have been
+        sent = world.zeros((_LANES, group.size, 4), np.int32, symmetric=False)  # 16 bytes each
         turns = [(hop, chunk) for hop in range(peers) for chunk in range(chunks)]
         for hop, chunk in sorted(turns, key=lambda turn: turn[1]) if common else turns:
             peer = (group.rank + 1 + hop) % group.size
-            side = self._beside.streams[hop % len(self._beside.streams)].handle
+            lane = chunk % len(streams)
+            side, word = streams[lane].handle, sent[lane, peer]
             if chunk < len(counts):
                 grant = plan.bind(
-                    grant_kernel, 1, (), *signals, credit if finished is None else finished, sent,
+                    grant_kernel, 1, (), *signals, credit if finished is None else finished, word,
                     peer, chunk if common else peer * chunks + chunk, chunks, counts[chunk],
                     num_warps=1,
                 )  # fmt: skip
@@ -170,7 +175,7 @@ class CopyPush:
                 self._work.append((side, (place, first, nbytes, source is None)))
             signal = progress.peer(group.ranks[peer])._address
             signal += 4 * (group.rank * chunks + chunk)
-            self._work.append((side, (signal, sent._address + 4 * peer, 4, False)))
+            self._work.append((side, (signal, word._address, 4, False)))
 
     def start(self, stream: int, x: Operand | None = None) -> int:
         """Queue all of it, behind what is queued on `stream` now; returns a stream of it.

@@ -63,7 +63,7 @@ def bind_library_chunks(
         return None
     plan.use(multiply.memory)
     gathered, scales = gathering.buffer._address, gathering.scales._address
-    others = [(me + hop) % size for hop in range(1, size)]
+    others = [(me - hop) % size for hop in range(1, size)]  # as they come
     arrivals = [
         plan.bind(
             arrive_kernel, 1, (), gathering.progress, gathering.epoch, plan.group.handle, peer,

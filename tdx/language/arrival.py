@@ -41,7 +41,7 @@ def wait_any(ptr, count, world, value, done, first=0):
 
     Returns `(index, done, ok)`: which signal it was, `done` with that signal added, and a scalar
     int1; when it is False, `index` is a valid one but its data is not there. All are the same in
-    every thread of the program.
+    every thread of the program. A timeout names the last of the signals, going round from `first`.
 
     Ordering, deadline and fault: as `wait`. Executed by the whole program. Replay safety: that of
     `value`.
@@ -53,7 +53,7 @@ def wait_any(ptr, count, world, value, done, first=0):
     turn = tl.where(open_, (lanes - first + count) % count, _NONE)
     team = team_index(world)
     if is_host():
-        ready, ok = host.wait_any(ptr, value, open_, count, world.control, team)
+        ready, ok = host.wait_any(ptr, value, open_, turn, count, world.control, team)
         best = tl.min(tl.where(ready, turn, _NONE))
     else:
         best, ok = _poll(ptr + lanes, value, open_, turn, world.control, team)
@@ -72,13 +72,15 @@ def _poll(signals, value, open_, turn, control, team):
     while (best == _NONE) & patient:
         ready = device_call("tdx_ready", "i32", "i64,i32,i32", (signals, value, open_))
         best = tl.min(tl.where(ready != 0, turn, _NONE))
-        begun = device_call(
-            "tdx_patience_lane",
-            "i64",
-            "i32,i64,i64,i32,i32,i64,i32,i32",
-            (polls, begun, signals, value, open_, control, team, program),
-        )
-        patient = tl.min(begun) >= 0
+        if polls & 63 == 63:  # as often as tdx_patience looks
+            last = open_ & (turn == tl.max(tl.where(open_, turn, -1)))
+            begun = device_call(
+                "tdx_patience_lane",
+                "i64",
+                "i32,i64,i64,i32,i32,i64,i32,i32",
+                (polls, begun, signals, value, last, control, team, program),
+            )
+            patient = tl.min(begun) >= 0
         polls += 1
     program_barrier()
     return best, best != _NONE

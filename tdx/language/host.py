@@ -38,9 +38,9 @@ class Executor(Protocol):
         """
 
     def wait_any(
-        self, addresses: np.ndarray, value: int, control: int, team: int
+        self, addresses: np.ndarray, value: int, last: int, control: int, team: int
     ) -> tuple[np.ndarray, bool]:
-        """Suspend until one of the words reaches `value`; which of them have, and ok."""
+        """Suspend until a word reaches `value`; which have, and ok. A fault names `last`."""
 
     def load_words(
         self,
@@ -163,8 +163,11 @@ def wait_span(ptr, count, value, cmp, control, team, peer, _semantic=None):
 
 
 @intrinsic
-def wait_any(ptr, value, active, count, control, team, _semantic=None):
-    """Which of the active words from `ptr` on reached `value` (a block), once any has; and ok."""
+def wait_any(ptr, value, active, turn, count, control, team, _semantic=None):
+    """Which of the active words from `ptr` on reached `value` (a block), once any has; and ok.
+
+    A fault names that of the highest `turn`.
+    """
     lanes = np.flatnonzero(_array(active))
     signals, most = _scalar(count), _array(active).size
     if not 0 <= signals <= most:
@@ -178,9 +181,11 @@ def wait_any(ptr, value, active, count, control, team, _semantic=None):
             f"wait_any: nothing is left to wait for: {done}; call it once for each signal"
         )
     ready = np.zeros(_array(active).shape, bool)
+    addresses = (_scalar(ptr) + 4 * lanes).astype(np.uint64)
     seen, ok = _running().wait_any(
-        (_scalar(ptr) + 4 * lanes).astype(np.uint64),
+        addresses,
         _scalar(value),
+        int(addresses[_array(turn)[lanes].argmax()]) if lanes.size else 0,
         _scalar(control),
         _scalar(team),
     )

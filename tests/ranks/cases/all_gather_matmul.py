@@ -232,7 +232,11 @@ def case_gathered_rows_come_after_a_call_on_another_stream(world, algorithm):
 @worlds(2, 4)
 @pytest.mark.parametrize("engines", [False, True])
 def case_overlap_with_a_late_sender(world, engines):
-    """One rank enters late: by then all tiles that do not need its data are finished."""
+    """One rank enters late: by then all tiles are finished whose data can be there.
+
+    Copy engines send to the next rank first, then to the one after it: what has to go to ranks
+    behind the late one waits.
+    """
     m, k, n = 96, 16, 64
     with copy_engines(engines):
         plan = tdx.AllGatherMatmul(
@@ -251,12 +255,15 @@ def case_overlap_with_a_late_sender(world, engines):
         if world.rank != late:
             early, remote = plan.overlap()
             tiles = plan._tiles(n)
+            missing = list(range(world.rank + 1, late + 1)) if engines else [late]
+            there = world.size - len(missing)  # ranks, with the own one
             assert remote == tiles * (world.size - 1)
-            assert early == tiles * (world.size - 2), (early, tiles)
+            assert tiles * (there - 1) <= early <= tiles * (world.size - 2), (early, tiles)
             counts = plan._traces[0].numpy().reshape(world.size, -1)
             counts = np.roll(counts, world.rank, axis=0)  # the own ones come first
-            assert (counts[late] == world.size).all()
-            assert (counts[:late] < world.size).all(), counts
+            assert (np.delete(counts, missing, axis=0) <= there).all(), counts
+            assert (counts[missing] > there).all(), counts
+            assert counts[missing].max() == world.size
         world.barrier()
 
 

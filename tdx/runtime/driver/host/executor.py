@@ -89,9 +89,12 @@ class HostExecutor:
         return ok
 
     def wait_any(
-        self, addresses: np.ndarray, value: int, control: int, team: int
+        self, addresses: np.ndarray, value: int, last: int, control: int, team: int
     ) -> tuple[np.ndarray, bool]:
-        """Wait until an int32 word is >= `value`, wrap-safe: which ones are; False: gave up."""
+        """Wait until an int32 word is >= `value`, wrap-safe: which ones are; False: gave up.
+
+        The fault is that of the word at `last`, 0 if there are none.
+        """
         self._check(addresses)
         cells = [ctypes.c_int32.from_address(int(a)) for a in addresses]
         first = int(addresses[0]) if cells else 0  # there may be none to wait for
@@ -105,7 +108,8 @@ class HostExecutor:
             return f"one of {len(cells)} words from {self.name(first)} on >= {value}"
 
         def give_up() -> None:
-            self._fault(control, team, -1, first, value, cells[0].value if cells else 0)
+            seen = ctypes.c_int32.from_address(last).value if last else 0
+            self._fault(control, team, -1, last, value, seen)
 
         ok = self._bounded(finished, describe, give_up, control)
         if ok and not _STRONG_LOADS:
