@@ -21,13 +21,18 @@ from tdx.tools.timing import host_time
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
-ALGORITHMS = ("low_latency", "one_shot", "two_shot")
+ALGORITHMS = (
+    "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "unfused", "unfused_two_shot",
+)  # fmt: skip
 DTYPES = tuple(BOUNDS)
 COLUMNS = (
     "M", "N", "nccl+library", "all_reduce", *ALGORITHMS, "chosen", "algorithm", "gap", "cost",
     "floor", "% of floor", "ratio",
 )  # fmt: skip
-_LIMITS = {"low_latency": LOW_LATENCY_BYTES, "one_shot": 16 << 20}
+_LIMITS = {
+    **{name: LOW_LATENCY_BYTES for name in ALGORITHMS if "latency" in name or "unfused" in name},
+    "one_shot": 16 << 20,
+}
 _EPS = 1e-6
 
 

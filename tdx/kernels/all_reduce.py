@@ -29,30 +29,29 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
+from tdx.kernels import packed, select
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import check_apart, elements, operand
 from tdx.kernels.packed import (
     VALUES,
+    finish_tile,
+    load_added_tile,
     load_packable,
-    low_latency_elements,
-    packed_bytes,
-    part_of_tile,
     put_tile,
-    slot_words,
     sum_tile,
-    tiles_of,
 )
 from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.pushing import check_overlap
-from tdx.kernels.reduction import ReductionConfig, check_added, check_types, combine, finish, widen
-from tdx.kernels.select import (
-    STAGING_BYTES,
-    block_elements,
-    cheapest,
-    shard_block,
-    takes_low_latency,
-)  # fmt: skip
+from tdx.kernels.reduction import (
+    ReductionConfig,
+    check_added,
+    check_types,
+    combine,
+    finish,
+    load_added,
+    widen,
+)
 from tdx.kernels.two_shot import Run, bind_two_shot
 from tdx.kernels.two_shot_words import bind_low_latency_two_shot
 from tdx.language._intrinsic import program_threads
@@ -84,11 +83,12 @@ def _reduce_block(
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Reduce the elements `at` of all ranks' slots, in rank order."""
+    added = load_added(bias, residual, at, mask, columns, HAS_BIAS, HAS_RESIDUAL)
     total = widen(tl.load(tdl.symm_at(slot, 0, world) + at, mask=mask))
     for peer in tl.range(1, ranks, loop_unroll_factor=4):
         value = tl.load(tdl.symm_at(slot, peer, world) + at, mask=mask)
         total = combine(total, widen(value), OP)
-    finish(total, out, bias, residual, at, mask, columns, ranks, OP, HAS_BIAS, HAS_RESIDUAL)
+    finish(total, out, added, at, mask, ranks, OP)
 
 
 @triton.jit(do_not_specialize=["numel", "columns", "vectors"])
@@ -134,31 +134,31 @@ def low_latency_kernel(
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
     LANES: tl.constexpr = BLOCK // PER_WORD
     TILE: tl.constexpr = BLOCK * _VALUES
-    me = tdl.rank(world)
+    me, size = tdl.rank(world), tdl.num_ranks(world)
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
     tiles = tl.cdiv(numel, TILE)
     words = tl.cdiv(numel, PER_WORD)
     stride = tl.cast(tiles, tl.int64) * (4 * LANES)
     base = slots + (flag & 1).to(tl.int64) * RANKS * stride
+    to = base + me * stride
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         own = load_packable(x, tl.cast(tile, tl.int64) * TILE, numel, PAIRS, BLOCK)
         for hop in tl.static_range(1, RANKS):
-            peer = (me + hop) % RANKS
-            put_tile(base + me * stride, tile, own, words, flag, peer, world, sound, LANES)
+            put_tile(to, tile, own, words, flag, (me + hop) % RANKS, world, sound, LANES)
     if program_threads() > LANES:  # others may send the same words: out may be x
         program_barrier()
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         first = tl.cast(tile, tl.int64) * TILE
+        added = load_added_tile(
+            bias, residual, 0, numel, columns, numel, tile, HAS_BIAS, HAS_RESIDUAL, BLOCK
+        )
         totals, arrived = sum_tile(
             x, first, numel, base, stride, tile, words, flag, world, OP, RANKS, PAIRS, BLOCK
         )
         for j in tl.static_range(packed_blocks()):
-            at, mask = part_of_tile(first, numel, j, BLOCK)
-            finish(
-                totals[j], out, bias, residual, at, mask & arrived, columns,
-                tdl.num_ranks(world), OP, HAS_BIAS, HAS_RESIDUAL,
-            )  # fmt: skip
+            total = totals[j]
+            finish_tile(total, out, added[j], 0, numel, numel, tile, j, arrived, size, OP, BLOCK)
 
 
 class AllReduce(Plan):
@@ -315,8 +315,8 @@ def bind_one_hop(
     else:
         kernel, nbytes, lanes = low_latency_kernel, numel * dtype.itemsize, config.lanes(dtype)
         special = {"PAIRS": dtype.itemsize == 2, "RANKS": ranks}
-        tasks = tiles_of(nbytes, lanes)
-        slots = plan.packed_slots(2 * ranks * slot_words(nbytes, lanes))
+        tasks = packed.tiles_of(nbytes, lanes)
+        slots = plan.packed_slots(2 * ranks * packed.slot_words(nbytes, lanes))
     blocks = plan.blocks_for(tasks, config.blocks)
     return plan.bind(
         kernel, blocks, (dtype, out_dtype, dtype, dtype), slots, plan.channel(blocks),
@@ -336,10 +336,10 @@ def choose(
     shard = -(-numel // ranks)
     if algorithm.startswith("low_latency"):
         part = numel if algorithm == "low_latency" else shard
-        return Config(algorithm, *low_latency_elements(backend, part, dtype.itemsize))
+        return Config(algorithm, *packed.low_latency_elements(backend, part, dtype.itemsize))
     if algorithm == "two_shot":
-        return Config(algorithm, *shard_block(backend, shard, dtype.itemsize, ranks))
-    return Config(algorithm, block_elements(backend, numel))
+        return Config(algorithm, *select.shard_block(backend, shard, dtype.itemsize, ranks))
+    return Config(algorithm, select.block_elements(backend, numel))
 
 
 def _cheapest(backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int) -> str:
@@ -348,13 +348,13 @@ def _cheapest(backend: str, numel: int, dtype: np.dtype, travels: np.dtype, rank
         return "two_shot"  # which reads the own part where it is
     peers = ranks - 1
     sent = {"two_shot": peers * (whole + results) / ranks}
-    if 2 * whole <= STAGING_BYTES:  # the slots of one_shot
+    if 2 * whole <= select.STAGING_BYTES:  # the slots of one_shot
         sent["one_shot"] = peers * whole
-    if takes_low_latency(whole, ranks, (dtype,)):
-        sent["low_latency"] = packed_bytes(peers * whole)
-    if takes_low_latency(whole, ranks, (dtype, travels)):
-        sent["low_latency_two_shot"] = packed_bytes(peers * (whole + results) / ranks)
-    return cheapest(backend, sent, ranks)
+    if select.takes_low_latency(whole, ranks, (dtype,)):
+        sent["low_latency"] = packed.packed_bytes(peers * whole)
+    if select.takes_low_latency(whole, ranks, (dtype, travels)):
+        sent["low_latency_two_shot"] = packed.packed_bytes(peers * (whole + results) / ranks)
+    return select.cheapest(backend, sent, ranks)
 
 
 def all_reduce(

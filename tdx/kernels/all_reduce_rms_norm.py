@@ -1,4 +1,4 @@
-"""All-reduce and RMS norm in one kernel: h = sum of all ranks' x + bias + residual, y = norm(h).
+"""All-reduce and RMS norm: h = sum of all ranks' x + bias + residual, y = norm(h).
 
     y = h / sqrt(mean(h ** 2) + eps) * weight, over the last axis, on every rank
 
@@ -15,9 +15,14 @@ two_shot              Rank r adds the rows of shard r and pushes h to all, who n
 low_latency_two_shot  The same by words of data and flag, but that each rank adds its columns of all
                       rows: twice the bytes, no signals. Limits as above, of columns of a rank
                       padded to 64 bytes.
+unfused               low_latency of the all-reduce, then a kernel that normalises: 8/7 of the bytes
+                      of one_shot, and no blocks that wait for each other's parts of a row.
+unfused_two_shot      The same with low_latency_two_shot of the all-reduce, but that who adds a
+                      shard adds bias and residual too, so that h travels as it is. For both:
+                      up to 16 ranks and 4 MiB.
 
-A row is one block's, so that its mean needs no other; but with words, where all wait for what is on
-its way, several blocks share one (see rms_norm_words.py).
+The others are one kernel. A row is one block's, so that its mean needs no other; but with words,
+where all wait for what is on its way, several blocks share one (see rms_norm_words.py).
 
 h is accumulated in float32 from rank 0 upwards, then bias, then residual, and rounded once to the
 type of x: its bits are those of all_reduce(x, bias=, residual=). The norm is that of the rounded h,
@@ -38,12 +43,13 @@ import numpy as np
 from tdx.kernels.call import Call
 from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import Operand, check_apart, elements
+from tdx.kernels.packed import low_latency_elements, packed_bytes
 from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import ReductionConfig, check_added
 from tdx.kernels.results import Results
-from tdx.kernels.rms_norm_kernels import one_shot_kernel, two_shot_kernel
+from tdx.kernels.rms_norm_kernels import bind_two_kernels, one_shot_kernel, two_shot_kernel
 from tdx.kernels.rms_norm_words import bind_words, word_bytes
 from tdx.kernels.select import (
     STAGING_BYTES,
@@ -72,11 +78,12 @@ class Config(ReductionConfig):
     """How it runs: see tdx.kernels.reduction.ReductionConfig. Pins the bits of the norm.
 
     `algorithm` is one of `algorithms`; `block` counts elements of a row, in "low_latency_two_shot"
-    those that one rank reduces.
+    those that one rank reduces; unfused those of the all-reduce.
     """
 
     algorithms: ClassVar[tuple[str, ...]] = (
-        "low_latency", "low_latency_two_shot", "one_shot", "two_shot",
+        "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "unfused",
+        "unfused_two_shot",
     )  # fmt: skip
 
 
@@ -92,7 +99,8 @@ class AllReduceRmsNorm(Plan):
         Whether calls pass a vector of N elements, an array of the input's shape. Default: False.
     eps : float
         Finite and >= 0.
-    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot", "unfused",
+        "unfused_two_shot"}, optional
     config : Config, optional
         Overrides the choice altogether.
     team : Team, optional
@@ -137,6 +145,9 @@ class AllReduceRmsNorm(Plan):
                 nbytes = word_bytes(self._rows, self._columns, self.dtype, shares)
                 unit = f"bytes of {'rows' if shares == 1 else 'shares of rows'} padded to 64"
                 check_low_latency(self.operation, nbytes, size, (self.dtype,), way, unit=unit)
+            elif way.startswith("unfused"):
+                nbytes = self._rows * self._columns * self.dtype.itemsize
+                check_low_latency(self.operation, nbytes, size, (self.dtype,), way)
             self.result, self._residuals = (self.shape, self.dtype), Results()
             shared.update(
                 shape=self.shape, dtype=self.dtype, bias=bias, residual=residual, eps=eps,
@@ -174,6 +185,8 @@ class AllReduceRmsNorm(Plan):
         }  # fmt: skip
         if config.algorithm.startswith("low_latency"):
             return bind_words(self, config, rows, columns, kind, named)
+        if config.algorithm.startswith("unfused"):
+            return bind_two_kernels(self, config, rows, columns, kind, named)
         slots: tuple[Any, ...]
         sizes: tuple[int, ...]
         kernel: Any
@@ -292,10 +305,16 @@ def choose(
             sent["norm_low_latency"] = 2 * peers * words
         if ranks > 1 and takes_low_latency(shared, ranks, (dtype,)):
             sent["norm_low_latency_two_shot"] = 4 * peers * shared / ranks
+        if ranks > 1 and takes_low_latency(whole, ranks, (dtype,)):
+            sent["norm_unfused"] = packed_bytes(peers * whole)
+            sent["norm_unfused_two_shot"] = packed_bytes(2 * peers * whole / ranks)
         algorithm = cheapest(backend, sent, ranks).removeprefix("norm_")
     if algorithm.startswith("low_latency"):
         shares = ranks if algorithm.endswith("two_shot") else 1
         block, warps = row_words(backend, rows, -(-columns // shares), itemsize, ranks)
+    elif algorithm.startswith("unfused"):
+        shares = ranks if algorithm.endswith("two_shot") else 1
+        block, warps = low_latency_elements(backend, -(-rows * columns // shares), itemsize)
     else:
         whole_shards = fewest_steps(_slot_bytes(rows, columns, dtype, ranks)) == 1
         block, warps = row_block(backend, columns, itemsize, ranks, whole_shards)
@@ -330,7 +349,8 @@ def all_reduce_rms_norm(
     eps : float
     out, residual_out : arrays, optional
         Where the results go; each may be `x` or `residual`, residual_out only with a residual.
-    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot", "unfused",
+        "unfused_two_shot"}, optional
     team, stream : optional
         As in all_reduce.
 

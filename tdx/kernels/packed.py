@@ -16,15 +16,16 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.reduction import reduce_words, to_words
+from tdx.kernels.reduction import finish, load_added, reduce_words, to_words
 from tdx.kernels.select import MOST_WARPS, constants, power_of_two
 from tdx.language._intrinsic import is_block, is_host
 from tdx.language.words import load_packed, load_packed_all, packed_blocks, store_packed
 
 __all__ = [
-    "VALUES", "get_tile", "get_tiles", "load_packable", "load_tile", "low_latency_elements",
-    "low_latency_lanes", "others", "packed_bytes", "part_of_tile", "per_element", "per_word",
-    "put_tile", "slot_words", "store_tile", "sum_tile", "tiles_of",
+    "VALUES", "finish_tile", "get_tile", "get_tiles", "load_added_tile", "load_packable",
+    "load_tile", "low_latency_elements", "low_latency_lanes", "others", "packed_bytes",
+    "part_of_tile", "per_element", "per_word", "put_tile", "slot_words", "store_tile", "sum_tile",
+    "tiles_of",
 ]  # fmt: skip
 
 VALUES = 7  # of 4 bytes in a lane
@@ -178,6 +179,38 @@ def load_packable(x, first, end, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
         value = to_words(tl.load(x + at, mask=mask, other=0), PAIRS)
         values = values + (value.to(tl.int32, bitcast=True),)  # noqa: RUF005
     return values
+
+
+@triton.jit
+def _place_of_tile(peer, numel, shard, tile, j: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets of block number `j` of a tile of `peer`'s shard, and which are before `numel`."""
+    offsets, mask = part_of_tile(tl.cast(tile, tl.int64) * (BLOCK * _VALUES), shard, j, BLOCK)
+    place = tl.cast(peer, tl.int64) * shard + offsets
+    return place, mask & (place < numel)
+
+
+@triton.jit
+def load_added_tile(
+    bias, residual, peer, numel, columns, shard, tile,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For each block of the same what reduction.load_added returns."""
+    added = ()
+    for j in tl.static_range(packed_blocks()):
+        place, mask = _place_of_tile(peer, numel, shard, tile, j, BLOCK)
+        each = load_added(bias, residual, place, mask, columns, HAS_BIAS, HAS_RESIDUAL)
+        added = added + (each,)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def finish_tile(
+    total, out, added, peer, numel, shard, tile, j: tl.constexpr, arrived, ranks, OP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store block number `j` of the same, where it has arrived, as reduction.finish does."""
+    place, mask = _place_of_tile(peer, numel, shard, tile, j, BLOCK)
+    finish(total, out, added, place, mask & arrived, ranks, OP)
 
 
 @triton.jit

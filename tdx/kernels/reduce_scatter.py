@@ -91,7 +91,7 @@ def _reduce_at(
     own, slot, size, out, at, mask, world, OP: tl.constexpr, RANKS: tl.constexpr
 ):  # fmt: skip
     total = sum_of_ranks(own, slot, size, at, mask, world, OP, RANKS)
-    finish(total, out, out, out, at, mask, 1, tdl.num_ranks(world), OP, False, False)
+    finish(total, out, (), at, mask, tdl.num_ranks(world), OP)
 
 
 @triton.jit(do_not_specialize=["units", "step_vectors", "steps"])
@@ -165,7 +165,7 @@ def low_latency_kernel(
         for j in tl.static_range(packed_blocks()):
             at, mask = part_of_tile(tl.cast(tile, tl.int64) * TILE, shard, j, BLOCK)
             mask &= arrived
-            finish(totals[j], out, out, out, at, mask, 1, tdl.num_ranks(world), OP, False, False)
+            finish(totals[j], out, (), at, mask, tdl.num_ranks(world), OP)
 
 
 class ReduceScatter(Plan):

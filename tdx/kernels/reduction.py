@@ -22,13 +22,17 @@ from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 __all__ = [
     "OPERATIONS",
     "ReductionConfig",
+    "add_to",
     "check_added",
     "check_types",
     "combine",
     "finish",
+    "from_halves",
     "from_words",
+    "load_added",
     "mean",
     "reduce_words",
+    "to_halves",
     "to_words",
     "widen",
 ]
@@ -202,16 +206,32 @@ def mean(total, ranks, OP: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    total, out, bias, residual, offsets, mask, columns, ranks,
-    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+def load_added(
+    bias, residual, offsets, mask, columns, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):  # fmt: skip
-    """Divide, add bias and residual, round once and store."""
-    total = mean(total, ranks, OP)
+    """What is added to the sums at `offsets`, a tuple. To be loaded while these are on their way:
+    no load can be moved across a store.
+    """
+    added = ()
     if HAS_BIAS:
-        total = total + tl.load(bias + offsets % columns, mask=mask).to(total.dtype)
+        added = added + (tl.load(bias + offsets % columns, mask=mask),)  # noqa: RUF005
     if HAS_RESIDUAL:
-        total = total + tl.load(residual + offsets, mask=mask).to(total.dtype)
+        added = added + (tl.load(residual + offsets, mask=mask),)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def add_to(total, added):
+    """The sum with what `load_added` returned."""
+    for i in tl.static_range(len(added)):
+        total = total + added[i].to(total.dtype)
+    return total
+
+
+@triton.jit
+def finish(total, out, added, offsets, mask, ranks, OP: tl.constexpr):
+    """Divide, add what `load_added` returned, round once and store."""
+    total = add_to(mean(total, ranks, OP), added)
     tl.store(out + offsets, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -237,6 +257,23 @@ def from_words(words, DTYPE: tl.constexpr, PAIRS: tl.constexpr):
     else:
         values = words
     return values
+
+
+@triton.jit
+def to_halves(values, HIGH: tl.constexpr):
+    """The low or the high halves of elements of 4 bytes, as words of two neighbours' halves."""
+    values = values.to(tl.int32, bitcast=True)
+    first, second = tl.split(tl.reshape(values, (values.shape[0] // 2, 2)))
+    high = ((first >> 16) & 0xFFFF) | (second & -0x10000)
+    return high if HIGH else (first & 0xFFFF) | (second << 16)
+
+
+@triton.jit
+def from_halves(low, high, DTYPE: tl.constexpr):
+    """Undo to_halves."""
+    first = (low & 0xFFFF) | (high << 16)
+    second = ((low >> 16) & 0xFFFF) | (high & -0x10000)
+    return tl.interleave(first, second).to(DTYPE, bitcast=True)
 
 
 @triton.jit

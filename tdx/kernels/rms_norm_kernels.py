@@ -4,16 +4,25 @@ rms_norm_words.py.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import triton
 import triton.language as tl
 
 import tdx.language as tdl
+from tdx.kernels.all_reduce import bind_one_hop
 from tdx.kernels.copying import VECTOR, copy_share
+from tdx.kernels.operand import Operand
+from tdx.kernels.plan import Plan
+from tdx.kernels.reduction import ReductionConfig
+from tdx.kernels.select import row_block
 from tdx.kernels.shards import notify_ranks, part_length, sum_of_ranks
 from tdx.kernels.tile_product import known
+from tdx.kernels.two_shot_words import bind_low_latency_two_shot
 from tdx.language.signal import program_barrier
 
-__all__ = ["norm_scale", "one_shot_kernel", "two_shot_kernel"]
+__all__ = ["bind_two_kernels", "norm_scale", "one_shot_kernel", "rows_kernel", "two_shot_kernel"]
 
 _VECTOR = tl.constexpr(VECTOR)
 _SIZES = ["rows", "columns", "slot_vectors", "shard", "step", "steps"]
@@ -83,6 +92,41 @@ def _normalise(
         tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
         if KEEP:
             tl.store(kept + at, row[piece], mask=mask)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def rows_kernel(
+    h, out, weight, world, rows, columns,
+    EPS: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalise the rows of h, which no peer has a part in; out may be h.
+
+    A row of several pieces is read twice: registers do not hold it.
+    """
+    columns = known(columns, EVEN)
+    sound = tdl.no_fault(world)
+    for index in range(tl.program_id(0), rows, tl.num_programs(0)):
+        begin = tl.cast(index, tl.int64) * columns
+        if PIECES == 1:
+            factors = _load_row(weight, columns, True, PIECES, BLOCK)
+            row = _load_row(h + begin, columns, True, PIECES, BLOCK)
+            _normalise(
+                row, factors, out + begin, out + begin, weight, columns, sound,
+                EPS, False, True, PIECES, BLOCK,
+            )  # fmt: skip
+        else:
+            squares = tl.zeros((BLOCK,), tl.float32)
+            for piece in range(PIECES):
+                at = piece * BLOCK + tl.arange(0, BLOCK)
+                value = tl.load(h + begin + at, mask=at < columns, other=0.0).to(tl.float32)
+                squares += value * value
+            scale = norm_scale(tl.sum(squares), columns, EPS)
+            for piece in range(PIECES):
+                at = piece * BLOCK + tl.arange(0, BLOCK)
+                value = tl.load(h + begin + at, mask=at < columns, other=0.0).to(tl.float32)
+                factor = tl.load(weight + at, mask=at < columns, other=0.0).to(tl.float32)
+                value = (value * scale * factor).to(out.dtype.element_ty)
+                tl.store(out + begin + at, value, mask=(at < columns) & sound)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -284,3 +328,30 @@ def two_shot_kernel(
                         results, turn, out, kept, weight, me, size, rows, columns, shard,
                         (s - 2) * step, step, EPS, HAS_RESIDUAL, OTHERS, RANKS, PIECES, BLOCK,
                     )  # fmt: skip
+
+
+def bind_two_kernels(
+    plan: Plan, config: ReductionConfig, rows: int, columns: int, dtype: np.dtype,
+    named: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What runs unfused: as rms_norm_words.bind_words."""
+    added = {"OP": "sum", **{name: named[name] for name in ("HAS_BIAS", "HAS_RESIDUAL")}}
+    what = (plan, config, (rows, columns), (dtype, dtype), added)
+    two_shot = config.algorithm.endswith("two_shot")
+    reduce = bind_low_latency_two_shot(*what, alike=True) if two_shot else bind_one_hop(*what)
+    block, warps = row_block(plan.world.backend, columns, dtype.itemsize, 1)
+    blocks = min(rows, 4 * plan.blocks_for(rows))  # that many of 512 threads run at once
+    normalise = plan.bind(
+        rows_kernel, blocks, (dtype,) * 3, plan.group.handle, rows, columns,
+        EPS=named["EPS"], EVEN=named["EVEN"], PIECES=-(-columns // block), BLOCK=block,
+        num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+    def run(
+        handle: int, x: Operand, out: Operand, kept: Operand, weight: Operand, bias: Operand,
+        residual: Operand,
+    ) -> None:  # fmt: skip
+        reduce(handle, x, kept, bias, residual)  # h goes where it is wanted, else where the norm is
+        normalise(handle, kept, out, weight)
+
+    return run

@@ -140,16 +140,12 @@ class Cost:
 
 # Of 2 and 4 x H100 and H200 with NVLink (18 links) in a graph, bfloat16; of 4 ranks on 2 cores.
 _H200 = {
-    "low_latency": Cost(2.4, 285e3),
-    "low_latency_two_shot": Cost(5.0, 335e3),
-    "one_shot": Cost(8.0, 330e3),
-    "two_shot": Cost(8.8, 360e3, 0.2),
-    "push": Cost(4.6, 350e3, 0.7),
-    "norm_low_latency": Cost(3.9, 290e3),
-    "norm_low_latency_two_shot": Cost(4.7, 320e3),
-    "norm_one_shot": Cost(5.25, 295e3, 0.85),
-    "norm_two_shot": Cost(7.7, 316e3, 1.2),
-}
+    "low_latency": Cost(2.4, 285e3), "low_latency_two_shot": Cost(5.0, 335e3),
+    "one_shot": Cost(8.0, 330e3), "two_shot": Cost(8.8, 360e3, 0.2), "push": Cost(4.6, 350e3, 0.7),
+    "norm_low_latency": Cost(3.9, 290e3), "norm_low_latency_two_shot": Cost(4.7, 320e3),
+    "norm_unfused": Cost(5.0, 260e3), "norm_unfused_two_shot": Cost(8.2, 320e3),
+    "norm_one_shot": Cost(6.5, 295e3, 0.85), "norm_two_shot": Cost(7.7, 316e3, 1.2),
+}  # fmt: skip
 COSTS: dict[str, dict[str, Cost]] = {
     "cuda": _H200,
     "hip": _H200,  # not measured
@@ -157,6 +153,7 @@ COSTS: dict[str, dict[str, Cost]] = {
         "low_latency": Cost(4e3, 50), "low_latency_two_shot": Cost(9e3, 50),
         "one_shot": Cost(3e3, 100), "two_shot": Cost(9e3, 100), "push": Cost(4e3, 100),
         "norm_low_latency": Cost(4e3, 50), "norm_low_latency_two_shot": Cost(9e3, 50),
+        "norm_unfused": Cost(7e3, 50), "norm_unfused_two_shot": Cost(15e3, 50),
         "norm_one_shot": Cost(3e3, 100), "norm_two_shot": Cost(9e3, 100),
     },
 }  # fmt: skip

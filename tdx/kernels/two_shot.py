@@ -37,11 +37,9 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import elements
-from tdx.kernels.packed import (
-    VALUES,
-)
+from tdx.kernels.packed import VALUES
 from tdx.kernels.plan import Plan
-from tdx.kernels.reduction import ReductionConfig, finish, mean, widen
+from tdx.kernels.reduction import ReductionConfig, finish, load_added, mean, widen
 from tdx.kernels.select import STEP_BYTES
 from tdx.kernels.shards import (
     Steps,
@@ -78,10 +76,8 @@ def _reduce_at(
         tl.store(mine + at, value, mask=mask)
     if COPY:  # noqa: SIM102  # this alone is known to the compiler
         if takes:
-            finish(
-                total, out, bias, residual, begin + at, mask, columns, ranks,
-                "sum", HAS_BIAS, HAS_RESIDUAL,
-            )  # fmt: skip
+            added = load_added(bias, residual, begin + at, mask, columns, HAS_BIAS, HAS_RESIDUAL)
+            finish(total, out, added, begin + at, mask, ranks, "sum")
 
 
 @triton.jit
@@ -128,10 +124,9 @@ def _finish_at(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Bring the results `at` to their destination, `begin` elements behind the start of `out`."""
-    finish(
-        widen(tl.load(results + at, mask=mask)), out, bias, residual, begin + at, mask, columns,
-        tdl.num_ranks(world), "sum", HAS_BIAS, HAS_RESIDUAL,
-    )  # fmt: skip
+    added = load_added(bias, residual, begin + at, mask, columns, HAS_BIAS, HAS_RESIDUAL)
+    total = widen(tl.load(results + at, mask=mask))
+    finish(total, out, added, begin + at, mask, tdl.num_ranks(world), "sum")
 
 
 @triton.jit
@@ -161,11 +156,9 @@ def _push_and_finish(
             at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             value = tl.load(source + at)
             result = widen(tl.load(found + at))
+            added = load_added(bias, residual, first + at, None, columns, HAS_BIAS, HAS_RESIDUAL)
             tl.store(to + at, value)
-            finish(
-                result, out, bias, residual, first + at, None, columns, ranks,
-                "sum", HAS_BIAS, HAS_RESIDUAL,
-            )  # fmt: skip
+            finish(result, out, added, first + at, None, ranks, "sum")
         if both == 0:
             copy_share(to, source, count, index, parts, BLOCK)
             whole = finished // BLOCK

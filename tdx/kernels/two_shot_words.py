@@ -2,7 +2,8 @@
 
 Rank r gets shard r of all ranks as words, reduces it, and sends the results to all as words: no
 signals, two hops, 8/7 of the bytes of two_shot. See packed.py. With a bias or residual results
-travel in the accumulator's type, as there.
+travel in the accumulator's type, as there; but where all ranks add the same (ALIKE), who reduces
+adds them, and results travel rounded.
 """
 
 from __future__ import annotations
@@ -18,16 +19,26 @@ from tdx.kernels.copying import VECTOR, padded
 from tdx.kernels.operand import elements
 from tdx.kernels.packed import (
     VALUES,
+    finish_tile,
     get_tiles,
+    load_added_tile,
     others,
-    part_of_tile,
     per_element,
     per_word,
     put_tile,
     tiles_of,
 )
 from tdx.kernels.plan import Plan
-from tdx.kernels.reduction import ReductionConfig, finish, from_words, mean, to_words, widen
+from tdx.kernels.reduction import (
+    ReductionConfig,
+    add_to,
+    from_halves,
+    from_words,
+    mean,
+    to_halves,
+    to_words,
+    widen,
+)
 from tdx.kernels.shards import push_packed, sum_of_packed
 from tdx.kernels.two_shot import Run, adds
 from tdx.language._intrinsic import program_threads
@@ -45,18 +56,20 @@ _VALUES = tl.constexpr(VALUES)
 def low_latency_two_shot_kernel(
     x, out, bias, residual, words, channel, world, numel, columns, shard_vectors,
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
-    PAIRS: tl.constexpr, RESULT_PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIKE: tl.constexpr, PAIRS: tl.constexpr, RESULT_PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push the others' shards as words, reduce the own one, push the results as words.
 
     For each parity of the epoch `words` holds a place for every rank's tiles of the own shard, then
     one for those of every rank's results: see packed.py. The pairs say whether two elements share
-    a word.
+    a word. If two of x do and none of the results, words hold halves of two results, so that tiles
+    have as many lanes, one for each thread, and the results are two tiles.
     """
-    PER_RESULT: tl.constexpr = 2 if RESULT_PAIRS else 1
+    HALVES: tl.constexpr = 2 if PAIRS and not RESULT_PAIRS else 1
+    PER_RESULT: tl.constexpr = 2 if PAIRS or RESULT_PAIRS else 1
     LANES: tl.constexpr = BLOCK // PER_RESULT
     TILE: tl.constexpr = BLOCK * _VALUES
-    WIDE: tl.constexpr = HAS_BIAS or HAS_RESIDUAL
+    WIDE: tl.constexpr = (HAS_BIAS or HAS_RESIDUAL) and not ALIKE
     RESULT: tl.constexpr = tl.float32 if WIDE else out.dtype.element_ty
     KIND: tl.constexpr = tl.int32 if RESULT_PAIRS else RESULT
     me = tdl.rank(world)
@@ -67,71 +80,77 @@ def low_latency_two_shot_kernel(
     result_words = shard // PER_RESULT
     sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
     flag = tdl.epoch(channel)
-    parts = words + (flag & 1) * RANKS * (stride + result_stride)
+    parts = words + (flag & 1) * RANKS * (stride + HALVES * result_stride)
     results = parts + RANKS * stride
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         push_packed(x, parts, stride, flag, world, numel, shard, tile, sound, RANKS, PAIRS, BLOCK)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        added = load_added_tile(
+            bias, residual, me, numel, columns, shard, tile, HAS_BIAS, HAS_RESIDUAL, BLOCK
+        )
         totals, arrived = sum_of_packed(
             x, parts, stride, flag, world, numel, shard, tile, OP, RANKS, PAIRS, BLOCK
         )
-        values = ()
-        for j in tl.static_range(packed_blocks()):
-            total = mean(totals[j], tdl.num_ranks(world), OP)
-            value = to_words(total.to(RESULT), RESULT_PAIRS).to(tl.int32, bitcast=True)
-            values = values + (value,)  # noqa: RUF005 - Triton has no star
-        sent = per_word(arrived & sound, RESULT_PAIRS)
-        for hop in tl.static_range(1, RANKS):
-            put_tile(
-                results + me * result_stride, tile, values, result_words, flag,
-                (me + hop) % RANKS, world, sent, LANES,
-            )  # fmt: skip
+        sent = per_word(arrived & sound, PER_RESULT == 2)
+        for half in tl.static_range(HALVES):
+            values = ()
+            for j in tl.static_range(packed_blocks()):
+                total = mean(totals[j], tdl.num_ranks(world), OP)
+                if ALIKE:
+                    total = add_to(total, added[j])
+                if HALVES == 2:
+                    value = to_halves(total.to(RESULT), half == 1)
+                else:
+                    value = to_words(total.to(RESULT), RESULT_PAIRS).to(tl.int32, bitcast=True)
+                values = values + (value,)  # noqa: RUF005 - Triton has no star
+            to = results + (half * RANKS + me) * result_stride
+            for hop in tl.static_range(1, RANKS):
+                peer = (me + hop) % RANKS
+                put_tile(to, tile, values, result_words, flag, peer, world, sent, LANES)
         if program_threads() > LANES:  # others may send the same words: out may be x
             program_barrier()
         for j in tl.static_range(packed_blocks()):
             total = mean(totals[j], tdl.num_ranks(world), OP)
-            _finish_tile(
-                total, out, bias, residual, me, numel, columns, shard, tile, j, arrived, world,
-                HAS_BIAS, HAS_RESIDUAL, BLOCK,
-            )  # fmt: skip
+            finish_tile(total, out, added[j], me, numel, shard, tile, j, arrived, 1, "sum", BLOCK)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        added = ()
+        for peer in tl.static_range(RANKS):
+            each = load_added_tile(
+                bias, residual, peer, numel, columns, shard, tile,
+                HAS_BIAS and WIDE, HAS_RESIDUAL and WIDE, BLOCK,
+            )  # fmt: skip
+            added = added + (each,)  # noqa: RUF005
+        whose = others(world, RANKS)
         found, come = get_tiles(
-            results, result_stride, tile, result_words, flag, world, others(world, RANKS), RANKS,
-            LANES,
-        )  # fmt: skip
-        arrived = per_element(come, RESULT_PAIRS)
+            results, result_stride, tile, result_words, flag, world, whose, RANKS, LANES
+        )
+        if HALVES == 2:
+            high, too = get_tiles(
+                results + RANKS * result_stride, result_stride, tile, result_words, flag, world,
+                whose, RANKS, LANES,
+            )  # fmt: skip
+            come = come & too
+        arrived = per_element(come, PER_RESULT == 2)
         for peer in tl.static_range(RANKS):
             for j in tl.static_range(packed_blocks()):
-                value = found[peer * packed_blocks() + j].to(KIND, bitcast=True)
-                total = widen(from_words(value, RESULT, RESULT_PAIRS))
-                _finish_tile(
-                    total, out, bias, residual, peer, numel, columns, shard, tile, j,
-                    arrived & (me != peer), world, HAS_BIAS, HAS_RESIDUAL, BLOCK,
+                value = found[peer * packed_blocks() + j]
+                if HALVES == 2:
+                    value = from_halves(value, high[peer * packed_blocks() + j], RESULT)
+                else:
+                    value = from_words(value.to(KIND, bitcast=True), RESULT, RESULT_PAIRS)
+                finish_tile(
+                    widen(value), out, added[peer][j], peer, numel, shard, tile, j,
+                    arrived & (me != peer), 1, "sum", BLOCK,
                 )  # fmt: skip
-
-
-@triton.jit
-def _finish_tile(
-    total, out, bias, residual, peer, numel, columns, shard, tile, j: tl.constexpr, arrived, world,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store block j of a tile of `peer`'s shard."""
-    offsets, mask = part_of_tile(tl.cast(tile, tl.int64) * (BLOCK * _VALUES), shard, j, BLOCK)
-    place = tl.cast(peer, tl.int64) * shard + offsets
-    mask = arrived & mask & (place < numel)
-    finish(
-        total, out, bias, residual, place, mask, columns, tdl.num_ranks(world),
-        "sum", HAS_BIAS, HAS_RESIDUAL,
-    )  # fmt: skip
 
 
 def bind_low_latency_two_shot(
     plan: Plan, config: ReductionConfig, shape: tuple[int, ...], kinds: tuple[np.dtype, np.dtype],
-    named: dict[str, Any],
+    named: dict[str, Any], alike: bool = False,
 ) -> Run:  # fmt: skip
-    """Workspace and kernel for a plan, as two_shot.bind_two_shot."""
+    """Workspace and kernel for a plan, as two_shot.bind_two_shot. `alike`: see ALIKE."""
     dtype, out_dtype = kinds
-    wire = dtypes.accumulator(dtype) if adds(named) else out_dtype
+    wire = dtypes.accumulator(dtype) if adds(named) and not alike else out_dtype
     ranks, numel = plan.group.size, elements(shape)
     shard = padded(-(-numel // ranks))
     lanes = config.lanes(dtype)
@@ -141,7 +160,7 @@ def bind_low_latency_two_shot(
     return plan.bind(
         low_latency_two_shot_kernel, blocks, (dtype, out_dtype, dtype, dtype),
         plan.packed_slots(words), plan.channel(blocks), plan.group.handle,
-        numel, max(1, shape[-1] if shape else 1), shard, **named, RANKS=ranks,
+        numel, max(1, shape[-1] if shape else 1), shard, **named, RANKS=ranks, ALIKE=alike,
         PAIRS=dtype.itemsize == 2, RESULT_PAIRS=wire.itemsize == 2, BLOCK=config.block,
         num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip

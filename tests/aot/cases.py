@@ -41,7 +41,8 @@ def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **cho
         "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "RANKS": ranks,
         "SLOTS": 4 if ranks == 2 else 2, "AHEAD": int(ranks == 2),
         "WHOLE": True, "COPY": False, "ROOTED": False, "UNIT": 16, "PAIRS": size == 2,
-        "RESULT_PAIRS": size == 2, "BLOCK": _LANES * 4 // size if words else block, **chosen,
+        "ALIKE": False, "RESULT_PAIRS": size == 2,
+        "BLOCK": _LANES * 4 // size if words else block, **chosen,
     }  # fmt: skip
     types = {
         **dict.fromkeys(("x", "out", "bias", "residual", "staging", "results"), pointer),
@@ -87,7 +88,7 @@ def _norm_call(kernel: str, dtype: str, columns: int, ranks: int, warps: int, ch
         "EVEN": columns % 16 == 0, **chosen,
     }  # fmt: skip
     pointer = POINTER[dtype]
-    names = ("x", "out", "kept", "weight", "bias", "residual", "staging", "results")
+    names = ("h", "x", "out", "kept", "weight", "bias", "residual", "staging", "results")
     types = {
         **dict.fromkeys(names, pointer), "slots": "*i64" if "words" in kernel else pointer,
         "squares": "*i64", "signals": "*i32", "channel": "channel", "world": "world",
@@ -189,6 +190,9 @@ CASES = {
     ),
     "one_shot-max-i32": _all_reduce("one_shot", "int32", OP="max"),
     "low_latency-bf16": _all_reduce("low_latency", "bfloat16"),
+    "low_latency-added-bf16": _all_reduce(
+        "low_latency", "bfloat16", HAS_BIAS=True, HAS_RESIDUAL=True
+    ),
     "low_latency-16-bf16": _all_reduce("low_latency", "bfloat16", RANKS=16),
     "low_latency-fp32": _all_reduce("low_latency", "float32", OP="avg", HAS_RESIDUAL=True),
     "two_shot-bf16": _shards("two_shot.two_shot_kernel", "bfloat16"),
@@ -209,6 +213,14 @@ CASES = {
     "words-two_shot-fp32": _shards(
         "two_shot_words.low_latency_two_shot_kernel", "float32", OP="avg", HAS_RESIDUAL=True
     ),
+    "words-two_shot-wide": _shards(
+        "two_shot_words.low_latency_two_shot_kernel", "bfloat16",
+        HAS_BIAS=True, HAS_RESIDUAL=True, RESULT_PAIRS=False,
+    ),
+    "words-two_shot-alike": _shards(
+        "two_shot_words.low_latency_two_shot_kernel", "bfloat16",
+        HAS_BIAS=True, HAS_RESIDUAL=True, ALIKE=True,
+    ),
     "scatter-bf16": _shards("reduce_scatter.push_kernel", "bfloat16"),
     "scatter-2": _shards("reduce_scatter.push_kernel", "bfloat16", 2),
     "scatter-fp32-8": _shards("reduce_scatter.push_kernel", "float32", 8),
@@ -219,6 +231,8 @@ CASES = {
     "norm-two_shot": _norm("two_shot", "bfloat16", SLOTS=2),
     "norm-two_shot-2": _norm("two_shot", "bfloat16", ranks=2, SLOTS=2),
     "norm-two_shot-8": _norm("two_shot", "bfloat16", ranks=8),
+    "norm-rows": _norm("rows", "bfloat16", ranks=1),
+    "norm-rows-pieces": _norm("rows", "float32", 65001, ranks=1),
     "words-norm-bf16": _norm_words("low_latency", "bfloat16", 1),
     "words-norm-many-bf16": _norm_words("low_latency", "bfloat16", 64),
     "words-norm-2-bf16": _norm_words("low_latency", "bfloat16", 64, ranks=2),

@@ -93,10 +93,7 @@ def unbounded_kernel(
                 pieces = pieces + (found[peer * _VALUES + j],)  # noqa: RUF005
             total = reduce_words(own[j], pieces, world, x.dtype.element_ty, OP, RANKS, PAIRS)
             place = first + j * BLOCK + tl.arange(0, BLOCK)
-            finish(
-                total, out, bias, residual, place, place < numel, columns, tdl.num_ranks(world),
-                OP, HAS_BIAS, HAS_RESIDUAL,
-            )  # fmt: skip
+            finish(total, out, (), place, place < numel, tdl.num_ranks(world), OP)
 
 
 def main() -> None:

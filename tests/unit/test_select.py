@@ -168,7 +168,7 @@ def test_the_cheapest_algorithm_follows_the_size():
 
 
 def test_norms_follow_the_size():
-    """The figures of 2 and 4 x H200, as far as a plan's slots stay within their bound."""
+    """The figures of 2 and 4 GPUs, as far as a plan's slots stay within their bound."""
 
     def chosen(rows, columns, ranks):
         kind = dtypes.resolve("bfloat16")
@@ -176,10 +176,10 @@ def test_norms_follow_the_size():
 
     assert chosen(16, 4096, 2) == chosen(1, 8192, 2) == chosen(16, 8192, 2) == "low_latency"
     assert chosen(1, 8192, 4) == chosen(4, 8192, 4) == "low_latency"
-    assert chosen(16, 8192, 4) == chosen(64, 8192, 4) == "low_latency_two_shot"
-    assert chosen(256, 8192, 4) == "two_shot"
-    assert chosen(16, 32768, 2) == "one_shot"
-    assert chosen(128, 4096, 2) == "one_shot"
+    assert chosen(16, 8192, 4) == chosen(32, 8192, 4) == "low_latency_two_shot"
+    assert {chosen(rows, 8192, 4) for rows in (64, 128, 256)} == {"unfused_two_shot"}
+    assert chosen(512, 8192, 4) == "two_shot"
+    assert chosen(64, 8192, 2) == chosen(128, 8192, 2) == chosen(128, 4096, 2) == "unfused"
     assert chosen(256, 8192, 2) == "one_shot"
     assert chosen(2048, 4096, 2) == "two_shot"
     assert chosen(2048, 4096, 4) == "two_shot"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tdx
+from tdx.kernels import rms_norm_kernels
 from tdx.kernels.all_reduce_rms_norm import Config
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
 from tests.helpers.cases import isolated, limit, worlds
@@ -69,6 +70,25 @@ def case_values(world, dtype):
                 if world.backend == "host" and algorithm != "low_latency_two_shot":
                     assert_same_bits(out.numpy(), first.setdefault(named, out.numpy()), where)
         assert_same_bits(x.numpy(), given[world.rank], "the input")
+
+
+@worlds(2)
+def case_unfused_rows_of_several_pieces(world):
+    """Which registers do not hold: 16 elements of 50 at a time here, 16384 on GPUs."""
+    host = world.backend == "host"
+    shape = (3, 50 if host else 20001)
+    given = inputs(range(2), shape, "bfloat16")
+    weight, _, residual = extras(shape, "bfloat16")
+    x, w, r = (world.array(v) for v in (given[world.rank], weight, residual))
+    h = reduced(given, residual=residual)
+    with pytest.MonkeyPatch.context() as patch:
+        if host:
+            patch.setattr(rms_norm_kernels, "row_block", lambda *_: (16, 8))
+        plan = tdx.AllReduceRmsNorm(world, shape, "bfloat16", residual=True, algorithm="unfused")
+    for kept in (world.empty(shape, "bfloat16"), r):
+        y, kept = plan(x, w, residual_out=kept, residual=r)
+        check_norm(y.numpy(), h, weight, 1e-6)
+        assert_same_bits(kept.numpy(), h)
 
 
 @worlds(5)

@@ -71,7 +71,8 @@ class Operation:
     """A plan chosen at random, the same on every rank, with its arrays."""
 
     def __init__(self, world, rng, largest):
-        ranks = self.ranks = world.size
+        ranks, self.on_gpu = world.size, world.backend != "host"
+        self.ranks = ranks
         self.kind = ("all_reduce", "reduce_scatter", "reduce")[rng.integers(3)]
         dtype = _DTYPES[rng.integers(len(_DTYPES))]
         floats = "float" in dtype
@@ -115,7 +116,10 @@ class Operation:
             names = [name for name in names if not name.startswith("low_latency")]
         options = {"steps": int(rng.integers(1, 6)), "blocks": int(rng.integers(1, 40))}
         block = int(2 ** rng.integers(6, 12))
-        return config(names[rng.integers(len(names))], block, 4, **options)
+        name = names[rng.integers(len(names))]
+        if self.on_gpu and name.startswith("low_latency"):
+            block = min(block, 2048 // kind.itemsize)  # whose tile threads have registers for
+        return config(name, block, 4, **options)
 
     def run(self, world, wrong, salt):
         own = self.own_buffer and self.here and self.plan._out is not None
