@@ -83,11 +83,11 @@ def _reduce_block(
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Reduce the elements `at` of all ranks' slots, in rank order."""
-    added = load_added(bias, residual, at, mask, columns, HAS_BIAS, HAS_RESIDUAL)
     total = widen(tl.load(tdl.symm_at(slot, 0, world) + at, mask=mask))
     for peer in tl.range(1, ranks, loop_unroll_factor=4):
         value = tl.load(tdl.symm_at(slot, peer, world) + at, mask=mask)
         total = combine(total, widen(value), OP)
+    added = load_added(bias, residual, at, mask, columns, HAS_BIAS, HAS_RESIDUAL)
     finish(total, out, added, at, mask, ranks, OP)
 
 
