@@ -78,8 +78,11 @@ class Config(ReductionConfig):
     """How it runs: see tdx.kernels.reduction.ReductionConfig. Pins the bits of the norm.
 
     `algorithm` is one of `algorithms`; `block` counts elements of a row, in "low_latency_two_shot"
-    those that one rank reduces; unfused those of the all-reduce.
+    those that one rank reduces. Unfused it is that of the all-reduce, as are the other fields; the
+    kernel behind it has one order of summing for each type and number of columns.
     """
+
+    packed: ClassVar[tuple[str, ...]] = ("unfused",)
 
     algorithms: ClassVar[tuple[str, ...]] = (
         "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "unfused",
@@ -134,7 +137,7 @@ class AllReduceRmsNorm(Plan):
             self._columns = self.shape[-1]
             self._rows = elements(self.shape[:-1])
             check_algorithm(self.operation, algorithm, Config.algorithms)
-            Config.check(config, self.operation, algorithm)
+            Config.check(config, self.operation, algorithm, self.dtype, world.backend)
             size = self.group.size
             self.config = config or choose(
                 world.backend, self._rows, self._columns, self.dtype, size, algorithm
@@ -305,7 +308,8 @@ def choose(
             sent["norm_low_latency"] = 2 * peers * words
         if ranks > 1 and takes_low_latency(shared, ranks, (dtype,)):
             sent["norm_low_latency_two_shot"] = 4 * peers * shared / ranks
-        if ranks > 1 and takes_low_latency(whole, ranks, (dtype,)):
+        held = columns <= row_block(backend, columns, itemsize, 1)[0]  # a row, by a block
+        if ranks > 1 and held and takes_low_latency(whole, ranks, (dtype,)):
             sent["norm_unfused"] = packed_bytes(peers * whole)
             sent["norm_unfused_two_shot"] = packed_bytes(2 * peers * whole / ranks)
         algorithm = cheapest(backend, sent, ranks).removeprefix("norm_")

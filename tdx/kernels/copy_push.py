@@ -5,10 +5,10 @@ one on each stream, and where the data is only being made for each chunk. Copies
 those of a chunk one of the 4 bytes that are its signal, from a word on the device: a call's number,
 so that it may be replayed.
 
-All goes to the next rank first, then to the one after it, and so on, as every rank does: so each
-link carries one rank's rows, which is when links are fastest, and rows of one rank are there before
-those of the next begin to come. Chunks take turns on two streams: a signal behind a chunk takes a
-while, in which the other stream copies.
+All goes to the next rank first, then to the one after it, and so on, as every rank does (but what
+is common to all a chunk at a time): so each link carries one rank's rows, which is when links are
+fastest, and rows of one rank are there before those of the next begin to come. Chunks take turns on
+two streams: a signal behind a chunk takes a while, in which the other stream copies.
 
 Copies cannot look at faults. When a wait was given up no new signal follows them, and before them
 the peer's signals from this rank are taken back. Who has read what they write waits for all of its
@@ -34,7 +34,7 @@ from tdx.runtime.world import World
 
 __all__ = ["Beside", "CopyPush", "confirm_kernel", "enter_kernel", "grant_kernel"]
 
-_LANES = 2  # streams, which have a chunk each in turn
+_STREAMS = 2  # which have a chunk each in turn
 _Copy = tuple[int, int, int, bool]  # to, from, bytes; whether `from` counts from an operand's begin
 
 
@@ -136,13 +136,11 @@ class CopyPush:
         Multiprocessors that the kernels which wait need.
     """
 
-    blocks = _LANES
-
     def __init__(
         self, plan: Plan, signals: tuple[Any, ...], chunks: int,
         pieces: Callable[[int, int], Sequence[tuple[Array, int, Array | None, int, int]]],
-        finished: Array | None = None, counts: Sequence[int] = (0,) * _LANES, common: bool = False,
-        behind: CopyPush | None = None,
+        finished: Array | None = None, counts: Sequence[int] = (0,) * _STREAMS,
+        common: bool = False, behind: CopyPush | None = None,
     ):  # fmt: skip
         group, world = plan.group, plan.world
         progress, credit = signals[:2]
@@ -150,18 +148,19 @@ class CopyPush:
         self._driver = world.driver
         self._work: list[tuple[int, Callable[..., None] | _Copy]] = []  # with the stream
         if behind is None:
-            self._beside = Beside(world, min(_LANES, chunks) if peers else 0)
+            self._beside = Beside(world, min(_STREAMS, chunks) if peers else 0)
         else:
             self._beside, self._work = behind._beside, behind._work
         self.join = self._beside.join
         streams = self._beside.streams
+        self.blocks = len(streams)
         # of each stream: where waits on one were given up, those on the other may not have been
-        sent = world.zeros((_LANES, group.size, 4), np.int32, symmetric=False)  # 16 bytes each
+        sent = world.zeros((_STREAMS, group.size, 4), np.int32, symmetric=False)  # 16 bytes each
         turns = [(hop, chunk) for hop in range(peers) for chunk in range(chunks)]
         for hop, chunk in sorted(turns, key=lambda turn: turn[1]) if common else turns:
             peer = (group.rank + 1 + hop) % group.size
-            lane = chunk % len(streams)
-            side, word = streams[lane].handle, sent[lane, peer]
+            which = chunk % len(streams)
+            side, word = streams[which].handle, sent[which, peer]
             if chunk < len(counts):
                 grant = plan.bind(
                     grant_kernel, 1, (), *signals, credit if finished is None else finished, word,

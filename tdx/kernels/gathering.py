@@ -3,10 +3,10 @@
 A consumer starts when all of a GatherFirst is there. It follows a Gathering chunk by chunk: each
 rank pushes its part in chunks into every peer's gathered buffer, beside the consumer, and sets a
 signal there after each chunk. A rank that enters a call gives every peer credit to write into its
-buffer, so only pushes to a late rank are late. If the consumer reads the own part where it is, and
-can tell whether others came too early (see copy_push.py), the own part gets into the buffer beside
-it too, and large chunks are pushed by copy engines; others by a kernel of a few blocks, whose
-multiprocessors the consumer lacks.
+buffer, so only pushes to a late rank are late, and of copy engines those to ranks behind it. If the
+consumer reads the own part where it is, and can tell whether others came too early (see
+copy_push.py), the own part gets into the buffer beside it too, and large chunks are pushed by copy
+engines; others by a kernel of a few blocks, whose multiprocessors the consumer lacks.
 
 A chunk's scales are stored behind its rows and before its signal: who has seen the signal may
 read both.

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.library_product import LibraryProduct, library_product, refused
 from tdx.kernels.operand import Operand
 from tdx.kernels.product import blocks_for
@@ -132,8 +131,9 @@ def bind_library_sums(
         for rank in order[:-1]
     ]  # fmt: skip
     tiles = config.tiles(fused.rows, n)
+    blocks = blocks_for(plan.world, tiles, fused.push.blocks)
     add = plan.bind(
-        sum_kernel, blocks_for(plan.world, tiles, CopyPush.blocks), (plan.product.out_dtype, bias),
+        sum_kernel, blocks, (plan.product.out_dtype, bias),
         partials, outgoing, *others, handle, fused.rows, whole, n, len(fused.counts),
         BM=config.block_m, BN=config.block_n, WIDTH=min(_WIDTH, config.block_n),
         EVEN=n % 16 == 0, CHUNK=fused.chunk,

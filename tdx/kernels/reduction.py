@@ -67,6 +67,7 @@ class ReductionConfig:
     steps: int | None = None
 
     algorithms: ClassVar[tuple[str, ...]] = ()
+    packed: ClassVar[tuple[str, ...]] = ("low_latency",)  # how those with tiles of words begin
 
     @classmethod
     def check(
@@ -87,7 +88,7 @@ class ReductionConfig:
                 f"{operation}: algorithm={algorithm!r} beside a config of "
                 f"{config.algorithm!r}; pass one of them"
             )
-        if dtype is None or backend == "host" or not config.algorithm.startswith("low_latency"):
+        if dtype is None or backend == "host" or not config.algorithm.startswith(cls.packed):
             return
         lanes, most = config.lanes(dtype), 32 * _THREAD_LANES * config.num_warps
         if lanes > most:
@@ -114,7 +115,8 @@ class ReductionConfig:
             if value != power_of_two(value) or value < least:
                 raise InvalidArgument(f"{name}={value} must be a power of two >= {least}")
         # the host tier holds 8 lanes' values in a block: see packed_blocks
-        most = MOST_ELEMENTS // (8 if self.algorithm.startswith("low_latency") else 1)
+        words = self.algorithm.startswith((*self.packed, "low_latency"))
+        most = MOST_ELEMENTS // (8 if words else 1)
         if self.block > most or self.num_warps > MOST_WARPS:
             raise InvalidArgument(
                 f"block={self.block} must be at most {most} for {self.algorithm}, and "

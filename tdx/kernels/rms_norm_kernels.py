@@ -101,7 +101,7 @@ def rows_kernel(
 ):  # fmt: skip
     """Normalise the rows of h, which no peer has a part in; out may be h.
 
-    A row of several pieces is read twice: registers do not hold it.
+    A row of several pieces is read twice: registers do not hold the longest that are taken.
     """
     columns = known(columns, EVEN)
     sound = tdl.no_fault(world)
@@ -340,7 +340,7 @@ def bind_two_kernels(
     two_shot = config.algorithm.endswith("two_shot")
     reduce = bind_low_latency_two_shot(*what, alike=True) if two_shot else bind_one_hop(*what)
     block, warps = row_block(plan.world.backend, columns, dtype.itemsize, 1)
-    blocks = min(rows, 4 * plan.blocks_for(rows))  # that many of 512 threads run at once
+    blocks = min(rows, 4 * plan.blocks_for(rows))  # which wait for nobody
     normalise = plan.bind(
         rows_kernel, blocks, (dtype,) * 3, plan.group.handle, rows, columns,
         EPS=named["EPS"], EVEN=named["EVEN"], PIECES=-(-columns // block), BLOCK=block,

@@ -70,6 +70,8 @@ def low_latency_two_shot_kernel(
     LANES: tl.constexpr = BLOCK // PER_RESULT
     TILE: tl.constexpr = BLOCK * _VALUES
     WIDE: tl.constexpr = (HAS_BIAS or HAS_RESIDUAL) and not ALIKE
+    # ranks whose results are waited for at once, with registers for what is added to them
+    GROUP: tl.constexpr = (2 if HAS_BIAS and HAS_RESIDUAL else 4) if WIDE else RANKS
     RESULT: tl.constexpr = tl.float32 if WIDE else out.dtype.element_ty
     KIND: tl.constexpr = tl.int32 if RESULT_PAIRS else RESULT
     me = tdl.rank(world)
@@ -113,35 +115,36 @@ def low_latency_two_shot_kernel(
             total = mean(totals[j], tdl.num_ranks(world), OP)
             finish_tile(total, out, added[j], me, numel, shard, tile, j, arrived, 1, "sum", BLOCK)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        added = ()
-        for peer in tl.static_range(RANKS):
-            each = load_added_tile(
-                bias, residual, peer, numel, columns, shard, tile,
-                HAS_BIAS and WIDE, HAS_RESIDUAL and WIDE, BLOCK,
-            )  # fmt: skip
-            added = added + (each,)  # noqa: RUF005
-        whose = others(world, RANKS)
-        found, come = get_tiles(
-            results, result_stride, tile, result_words, flag, world, whose, RANKS, LANES
-        )
-        if HALVES == 2:
-            high, too = get_tiles(
-                results + RANKS * result_stride, result_stride, tile, result_words, flag, world,
-                whose, RANKS, LANES,
-            )  # fmt: skip
-            come = come & too
-        arrived = per_element(come, PER_RESULT == 2)
-        for peer in tl.static_range(RANKS):
-            for j in tl.static_range(packed_blocks()):
-                value = found[peer * packed_blocks() + j]
-                if HALVES == 2:
-                    value = from_halves(value, high[peer * packed_blocks() + j], RESULT)
-                else:
-                    value = from_words(value.to(KIND, bitcast=True), RESULT, RESULT_PAIRS)
-                finish_tile(
-                    widen(value), out, added[peer][j], peer, numel, shard, tile, j,
-                    arrived & (me != peer), 1, "sum", BLOCK,
+        for first in tl.static_range(0, RANKS, GROUP):
+            added = ()
+            for i in tl.static_range(GROUP):
+                each = load_added_tile(
+                    bias, residual, first + i, numel, columns, shard,
+                    tile, HAS_BIAS and WIDE, HAS_RESIDUAL and WIDE, BLOCK,
                 )  # fmt: skip
+                added = added + (each,)  # noqa: RUF005
+            whose = others(world, RANKS) & (((1 << GROUP) - 1) << first)
+            found, come = get_tiles(
+                results, result_stride, tile, result_words, flag, world, whose, RANKS, LANES
+            )
+            if HALVES == 2:
+                high, too = get_tiles(
+                    results + RANKS * result_stride, result_stride, tile, result_words, flag, world,
+                    whose, RANKS, LANES,
+                )  # fmt: skip
+                come = come & too
+            arrived = per_element(come, PER_RESULT == 2)
+            for peer in tl.static_range(first, min(first + GROUP, RANKS)):
+                for j in tl.static_range(packed_blocks()):
+                    value = found[peer * packed_blocks() + j]
+                    if HALVES == 2:
+                        value = from_halves(value, high[peer * packed_blocks() + j], RESULT)
+                    else:
+                        value = from_words(value.to(KIND, bitcast=True), RESULT, RESULT_PAIRS)
+                    finish_tile(
+                        widen(value), out, added[peer - first][j], peer, numel, shard, tile, j,
+                        arrived & (me != peer), 1, "sum", BLOCK,
+                    )  # fmt: skip
 
 
 def bind_low_latency_two_shot(

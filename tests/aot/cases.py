@@ -215,7 +215,7 @@ CASES = {
     ),
     "words-two_shot-wide": _shards(
         "two_shot_words.low_latency_two_shot_kernel", "bfloat16",
-        HAS_RESIDUAL=True, RESULT_PAIRS=False,
+        HAS_BIAS=True, HAS_RESIDUAL=True, RESULT_PAIRS=False,
     ),
     "words-two_shot-alike": _shards(
         "two_shot_words.low_latency_two_shot_kernel", "bfloat16",

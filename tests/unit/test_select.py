@@ -181,6 +181,7 @@ def test_norms_follow_the_size():
     assert chosen(512, 8192, 4) == "two_shot"
     assert chosen(64, 8192, 2) == chosen(128, 8192, 2) == chosen(128, 4096, 2) == "unfused"
     assert chosen(256, 8192, 2) == "one_shot"
+    assert chosen(16, 32768, 2) == "one_shot"  # a row is more than a block has registers for
     assert chosen(2048, 4096, 2) == "two_shot"
     assert chosen(2048, 4096, 4) == "two_shot"
     assert chosen(2048, 4096, 1) == "one_shot"

@@ -12,6 +12,7 @@ import triton
 import tdx
 import tdx.language as tdl
 from tdx.kernels import matmul_all_reduce, matmul_reduce_scatter
+from tdx.kernels.all_reduce_rms_norm import Config as NormConfig
 from tdx.kernels.matmul import Config
 from tdx.runtime.errors import PeerLost, PeerTimeout, TdxError
 from tests.helpers.blocks import copy_engines, many_blocks
@@ -28,7 +29,7 @@ ALGORITHMS = [
     (tdx.AllGather, (), ["low_latency", "push", "pull"]),
     (tdx.AllToAll, (), ["low_latency", "push"]),
     (tdx.Broadcast, (0,), ["low_latency", "low_latency_scatter", "scatter", "chain"]),
-    (tdx.AllReduceRmsNorm, (), ["low_latency", "low_latency_two_shot", "one_shot", "two_shot"]),
+    (tdx.AllReduceRmsNorm, (), list(NormConfig.algorithms)),
     (tdx.AllGatherMatmul, ((64, 16),), ["fused", "one_kernel", "unfused"]),
     (tdx.MatmulReduceScatter, ((64, 16),), list(matmul_reduce_scatter.ALGORITHMS)),
     (tdx.MatmulAllReduce, ((64, 16),), list(matmul_all_reduce.ALGORITHMS)),

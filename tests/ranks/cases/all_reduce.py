@@ -157,6 +157,26 @@ def case_in_place(world):
             assert_same_bits(x.numpy(), reduced(given))
 
 
+@worlds(2, 3)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def case_in_place_of_what_is_added(world, dtype):
+    """The result goes where the input or the residual was; several tiles of words a block."""
+    for algorithm in algorithms(dtype):
+        config = Config(algorithm, 16, blocks=3)
+        for rows in (1, 37, 150):
+            given = inputs(world, (rows, 9), dtype)
+            bias, residual = values(50, 9, dtype), values(60 + world.rank, (rows, 9), dtype)
+            plan = tdx.AllReduce(
+                world, (rows, 9), dtype, bias=True, residual=True, config=config, buffer=False
+            )
+            for place in range(3):
+                x, r = world.array(given[world.rank]), world.array(residual)
+                out = (x, r, world.empty((rows, 9), dtype))[place]
+                plan(x, out, bias=world.array(bias), residual=r)
+                wanted = reduced(given, bias=bias, residual=residual)
+                assert_same_bits(out.numpy(), wanted, (algorithm, rows, place))
+
+
 @worlds(1, 2, 3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
 def case_steps_through_slots(world, dtype):

@@ -74,7 +74,7 @@ def case_values(world, dtype):
 
 @worlds(2)
 def case_unfused_rows_of_several_pieces(world):
-    """Which registers do not hold: 16 elements of 50 at a time here, 16384 on GPUs."""
+    """Which registers do not hold: 16 elements of 50 at a time here, 8192 on GPUs."""
     host = world.backend == "host"
     shape = (3, 50 if host else 20001)
     given = inputs(range(2), shape, "bfloat16")
@@ -299,7 +299,10 @@ def case_bad_arguments(world):
         (InvalidArgument, "out has shape", lambda: call(x, w, out=w)),
         (InvalidArgument, "low_latency takes up to",
          lambda: tdx.AllReduceRmsNorm(world, (200, 8192), "float32", algorithm="low_latency")),
+        (InvalidArgument, "unfused_two_shot takes up to",
+         lambda: tdx.AllReduceRmsNorm(world, (300, 8192), "float32", algorithm="unfused_two_shot")),
         (InvalidArgument, "power of two", lambda: Config("one_shot", 100)),
+        (InvalidArgument, "block=262144 must be at most", lambda: Config("unfused", 1 << 18)),
     ]:  # fmt: skip
         with pytest.raises(kind, match=words):
             attempt()

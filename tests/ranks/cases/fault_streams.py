@@ -183,6 +183,8 @@ OPERATIONS = {
     "norm-two_shot": ("all_reduce_rms_norm", "signals"),
     "norm-low_latency": ("all_reduce_rms_norm", "slots"),
     "norm-low_latency_two_shot": ("all_reduce_rms_norm", "slots"),
+    "norm-unfused": ("all_reduce_rms_norm", "slots"),
+    "norm-unfused_two_shot": ("all_reduce_rms_norm", "slots"),
 }
 
 
