@@ -123,7 +123,8 @@ class CopyPush:
         in bytes there, array that is read (None: the operand of the call), offset, bytes.
     finished, counts
         (W * chunks) words of int32: chunk c for a peer is there when every call has added
-        `counts[c]` to its. It should be made for the next rank first, and so on.
+        `counts[c]` to its. It should be made for the next rank first, and so on. Default: all is
+        there, and the first chunk on each stream waits for the peer's credit.
     common : bool
         All peers get the same: `finished` has (chunks) words, of which the first should be there
         first.

@@ -194,7 +194,7 @@ def load_added_tile(
     bias, residual, peer, numel, columns, shard, tile,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each block of the same what reduction.load_added returns."""
+    """For each block of a tile of `peer`'s shard what reduction.load_added returns."""
     added = ()
     for j in tl.static_range(packed_blocks()):
         place, mask = _place_of_tile(peer, numel, shard, tile, j, BLOCK)
@@ -208,7 +208,7 @@ def finish_tile(
     total, out, added, peer, numel, shard, tile, j: tl.constexpr, arrived, ranks, OP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store block number `j` of the same, where it has arrived, as reduction.finish does."""
+    """Store block number `j` of such a tile, where it has arrived, as reduction.finish does."""
     place, mask = _place_of_tile(peer, numel, shard, tile, j, BLOCK)
     finish(total, out, added, place, mask & arrived, ranks, OP)
 
