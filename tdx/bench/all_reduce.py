@@ -7,13 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import tdx
+from tdx.kernels.all_reduce import Config
 from tdx.kernels.select import LOW_LATENCY_BYTES
 from tdx.tools.collectives import REDUCED, Collective, columns, summands
 
 if TYPE_CHECKING:
     from tdx.tools.bench import Bench
 
-ALGORITHMS = ("low_latency", "low_latency_two_shot", "one_shot", "two_shot")
+ALGORITHMS = Config.algorithms
 _OWN_MEMORY = ("torch_one_shot", "torch_two_shot")
 DTYPES = REDUCED
 COLUMNS = columns(("nccl", *_OWN_MEMORY), ALGORITHMS)

@@ -200,8 +200,10 @@ class AllGather(Plan):
         # push and copy engines write into the peers' buffers themselves
         self._out: Array | None = None
         if self.algorithm == "copy_engine":
-            self._movement: Any = CopyEngine(self, self._nbytes, self.out_shape, self.dtype)
-            self._out = self._movement.buffer if buffer else None
+            gathered = self.workspace("gathered", self.out_shape, self.dtype)
+            own = self.group.rank * self._nbytes
+            self._movement: Any = CopyEngine(self, gathered, own, self._nbytes)
+            self._out = gathered if buffer else None
             return
         if self.algorithm == "low_latency":
             self._movement = LowLatency(self, self._nbytes, each=False)

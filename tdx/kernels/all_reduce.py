@@ -10,7 +10,9 @@ low_latency  Each rank pushes its array to all others as 64-bit words, 7 bytes o
              flag, and reads what the others pushed: see packed.py. 8/7 * (W - 1) * S bytes out, one
              hop, no meeting, two slots as above. Up to 16 ranks, 4 MiB, types of 2 and 4 bytes.
 two_shot     Rank r reduces shard r and pushes the result to all: 2 * (W - 1) / W * S bytes out, two
-             hops (two_shot.py); low_latency_two_shot, the same in words (two_shot_words.py).
+             hops (two_shot.py); low_latency_two_shot, the same in words (all_reduce_words.py);
+             copy_engine, the same but that copy engines send results (two_shot_engines.py), into
+             the plan's own buffer: with `out` one more copy. No bias, no residual.
 
 Result: accumulated in float32 (float64 for float64, integers in their own type, wrapping) from
 rank 0 upwards, then divided by W for "avg", plus bias, plus residual, rounded once. So its bits
@@ -29,18 +31,11 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels import packed, select
+from tdx.kernels.all_reduce_words import bind_low_latency, bind_low_latency_two_shot
 from tdx.kernels.call import one_line
 from tdx.kernels.copying import VECTOR, copy_share, padded
 from tdx.kernels.operand import check_apart, elements, operand
-from tdx.kernels.packed import (
-    VALUES,
-    finish_tile,
-    load_added_tile,
-    load_packable,
-    put_tile,
-    sum_tile,
-)
+from tdx.kernels.packed import low_latency_elements, packed_bytes
 from tdx.kernels.plan import Plan, check_algorithm, check_low_latency, plain_shape
 from tdx.kernels.pushing import check_overlap
 from tdx.kernels.reduction import (
@@ -52,20 +47,25 @@ from tdx.kernels.reduction import (
     load_added,
     widen,
 )
+from tdx.kernels.select import (
+    MOVEMENT,
+    STAGING_BYTES,
+    block_elements,
+    cheapest,
+    shard_block,
+    takes_low_latency,
+)
 from tdx.kernels.two_shot import Run, bind_two_shot
-from tdx.kernels.two_shot_words import bind_low_latency_two_shot
-from tdx.language._intrinsic import program_threads
-from tdx.language.signal import program_barrier
-from tdx.language.words import packed_blocks
+from tdx.kernels.two_shot_engines import bind_engines
 from tdx.runtime import dtypes
 from tdx.runtime.checks import check_flag
+from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
 __all__ = ["AllReduce", "Config", "all_reduce"]
 
 _VECTOR = tl.constexpr(VECTOR)
-_VALUES = tl.constexpr(VALUES)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Config(ReductionConfig):
     """How an all-reduce runs, by one of `algorithms`: see ReductionConfig."""
 
     algorithms: ClassVar[tuple[str, ...]] = (
-        "low_latency", "low_latency_two_shot", "one_shot", "two_shot",
+        "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy_engine",
     )  # fmt: skip
 
 
@@ -124,43 +124,6 @@ def one_shot_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["numel", "columns"])
-def low_latency_kernel(
-    x, out, bias, residual, slots, channel, world, numel, columns,
-    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Push the own tiles to everybody as words with flags, and reduce what arrives."""
-    PER_WORD: tl.constexpr = 2 if PAIRS else 1
-    LANES: tl.constexpr = BLOCK // PER_WORD
-    TILE: tl.constexpr = BLOCK * _VALUES
-    me, size = tdl.rank(world), tdl.num_ranks(world)
-    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
-    flag = tdl.epoch(channel)
-    tiles = tl.cdiv(numel, TILE)
-    words = tl.cdiv(numel, PER_WORD)
-    stride = tl.cast(tiles, tl.int64) * (4 * LANES)
-    base = slots + (flag & 1).to(tl.int64) * RANKS * stride
-    to = base + me * stride
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        own = load_packable(x, tl.cast(tile, tl.int64) * TILE, numel, PAIRS, BLOCK)
-        for hop in tl.static_range(1, RANKS):
-            put_tile(to, tile, own, words, flag, (me + hop) % RANKS, world, sound, LANES)
-    if program_threads() > LANES:  # others may send the same words: out may be x
-        program_barrier()
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        first = tl.cast(tile, tl.int64) * TILE
-        added = load_added_tile(
-            bias, residual, 0, numel, columns, numel, tile, HAS_BIAS, HAS_RESIDUAL, BLOCK
-        )
-        totals, arrived = sum_tile(
-            x, first, numel, base, stride, tile, words, flag, world, OP, RANKS, PAIRS, BLOCK
-        )
-        for j in tl.static_range(packed_blocks()):
-            total = totals[j]
-            finish_tile(total, out, added[j], 0, numel, numel, tile, j, arrived, size, OP, BLOCK)
-
-
 class AllReduce(Plan):
     """An all-reduce of one shape and dtype, ready to be called.
 
@@ -175,7 +138,8 @@ class AllReduce(Plan):
     bias, residual : bool
         Whether calls pass a vector of the last axis' length, or an array of the input's shape,
         of the input's dtype, to be added after the reduction. Floats only.
-    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy_engine"}
+        Optional.
     config : Config, optional
         Overrides the choice altogether.
     team : Team, optional
@@ -218,9 +182,14 @@ class AllReduce(Plan):
             Config.check(config, self.operation, algorithm, self.dtype, world.backend)
             travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
             self.config = config or choose(
-                world.backend, self._numel, self.dtype, travels, self.group.size, algorithm
-            )
+                world.backend, self._numel, self.dtype, travels, self.group.size, algorithm,
+                buffer and not adds,
+            )  # fmt: skip
             way, nbytes = self.config.algorithm, self._numel * self.dtype.itemsize
+            if adds and way == "copy_engine":
+                raise InvalidArgument(
+                    "all_reduce: copy_engine adds neither bias nor residual; use two_shot"
+                )
             if way.startswith("low_latency"):
                 kinds = (self.dtype, travels) if way.endswith("two_shot") else (self.dtype,)
                 check_low_latency(self.operation, nbytes, self.group.size, kinds, way)
@@ -240,18 +209,25 @@ class AllReduce(Plan):
         what = (self, config, self.shape, (self.dtype, self.out_dtype), named)
         # results of two_shot travel as they are, unless something is added to them
         direct = config.algorithm == "two_shot" and not (self._has_bias or self._has_residual)
+        if config.algorithm == "copy_engine" and self._numel:
+            gathered = self.workspace("result", self.shape, self.out_dtype)
+            self._run = bind_engines(self, config, self._numel, what[3], self.op, gathered)
+            self._out, self._run_direct = gathered if buffer else None, self._run
+            return
         if buffer and direct and self._numel:
             self._out = self.workspace("result", self.shape, self.out_dtype)
             self._shown = [operand(self.world, self._out, "buffer")]
             self._run, self._run_direct = bind_two_shot(*what, buffer=self._out)
             return
         self._out = self.result_buffer(self.shape, self.out_dtype, buffer)
-        if config.algorithm == "two_shot":
+        if config.algorithm in ("two_shot", "copy_engine"):
             self._run, _ = bind_two_shot(*what)
-        elif config.algorithm == "low_latency_two_shot":
-            self._run = bind_low_latency_two_shot(*what)
+        elif config.algorithm == "one_shot":
+            self._run = _bind_one_shot(*what)
+        elif config.algorithm == "low_latency":
+            self._run = bind_low_latency(*what)
         else:
-            self._run = bind_one_hop(*what)
+            self._run = bind_low_latency_two_shot(*what)
         self._run_direct = self._run  # what runs without `out`
 
     def __call__(
@@ -298,63 +274,59 @@ class AllReduce(Plan):
             raise
 
 
-def bind_one_hop(
+def _bind_one_shot(
     plan: Plan, config: ReductionConfig, shape: tuple[int, ...], kinds: tuple[np.dtype, np.dtype],
     named: dict[str, Any],
 ) -> Run:  # fmt: skip
-    """Workspaces and the kernel of one_shot or low_latency, as two_shot.bind_two_shot."""
+    """Workspaces and the kernel for a plan, as two_shot.bind_two_shot."""
     dtype, out_dtype = kinds
-    ranks, numel = plan.group.size, elements(shape)
-    kernel: Any
-    special: dict[str, Any] = {}
-    sizes = [numel, max(1, shape[-1] if shape else 1)]
-    if config.algorithm == "one_shot":
-        kernel, tasks = one_shot_kernel, -(-numel // config.block)
-        sizes.append(padded(numel))
-        slots = plan.workspace("slots", (2 * sizes[-1] * VECTOR,), dtype)
-    else:
-        kernel, nbytes, lanes = low_latency_kernel, numel * dtype.itemsize, config.lanes(dtype)
-        special = {"PAIRS": dtype.itemsize == 2, "RANKS": ranks}
-        tasks = packed.tiles_of(nbytes, lanes)
-        slots = plan.packed_slots(2 * ranks * packed.slot_words(nbytes, lanes))
-    blocks = plan.blocks_for(tasks, config.blocks)
+    numel = elements(shape)
+    vectors = padded(numel)
+    blocks = plan.blocks_for(-(-numel // config.block), config.blocks)
     return plan.bind(
-        kernel, blocks, (dtype, out_dtype, dtype, dtype), slots, plan.channel(blocks),
-        plan.group.handle, *sizes, **named, **special, BLOCK=config.block,
+        one_shot_kernel, blocks, (dtype, out_dtype, dtype, dtype),
+        plan.workspace("slots", (2 * vectors * VECTOR,), dtype), plan.channel(blocks),
+        plan.group.handle, numel, max(1, shape[-1] if shape else 1), vectors, **named,
         # a contracted product and sum would round once less
-        num_warps=config.num_warps, enable_fp_fusion=False,
+        BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def choose(
     backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int,
-    algorithm: str | None = None,
+    algorithm: str | None = None, own_buffer: bool = False,
 ) -> Config:  # fmt: skip
-    """The algorithm, unless given, and its tile."""
+    """The algorithm, unless given, and its tile. `own_buffer`: results stay in the plan's."""
     if algorithm is None:
-        algorithm = _cheapest(backend, numel, dtype, travels, ranks)
+        algorithm = _cheapest(backend, numel, dtype, travels, ranks, own_buffer)
     shard = -(-numel // ranks)
     if algorithm.startswith("low_latency"):
         part = numel if algorithm == "low_latency" else shard
-        return Config(algorithm, *packed.low_latency_elements(backend, part, dtype.itemsize))
+        return Config(algorithm, *low_latency_elements(backend, part, dtype.itemsize))
+    if algorithm == "copy_engine":
+        return Config(algorithm, *shard_block(backend, shard, dtype.itemsize, ranks, False))
     if algorithm == "two_shot":
-        return Config(algorithm, *select.shard_block(backend, shard, dtype.itemsize, ranks))
-    return Config(algorithm, select.block_elements(backend, numel))
+        return Config(algorithm, *shard_block(backend, shard, dtype.itemsize, ranks))
+    return Config(algorithm, block_elements(backend, numel))
 
 
-def _cheapest(backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int) -> str:
+def _cheapest(
+    backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int, own_buffer: bool
+) -> str:  # fmt: skip
     whole, results = numel * dtype.itemsize, numel * travels.itemsize
     if ranks == 1:
         return "two_shot"  # which reads the own part where it is
     peers = ranks - 1
+    if own_buffer and peers > 1 and results >= ranks * MOVEMENT[backend].copy_engine_bytes:
+        return "copy_engine"  # of two ranks no faster
     sent = {"two_shot": peers * (whole + results) / ranks}
-    if 2 * whole <= select.STAGING_BYTES:  # the slots of one_shot
+    if 2 * whole <= STAGING_BYTES:  # the slots of one_shot
         sent["one_shot"] = peers * whole
-    if select.takes_low_latency(whole, ranks, (dtype,)):
-        sent["low_latency"] = packed.packed_bytes(peers * whole)
-    if select.takes_low_latency(whole, ranks, (dtype, travels)):
-        sent["low_latency_two_shot"] = packed.packed_bytes(peers * (whole + results) / ranks)
-    return select.cheapest(backend, sent, ranks)
+    if takes_low_latency(whole, ranks, (dtype,)):
+        sent["low_latency"] = packed_bytes(peers * whole)
+    if takes_low_latency(whole, ranks, (dtype, travels)):
+        sent["low_latency_two_shot"] = packed_bytes(peers * (whole + results) / ranks)
+    return cheapest(backend, sent, ranks)
 
 
 def all_reduce(
@@ -382,7 +354,8 @@ def all_reduce(
     bias, residual : arrays, optional
         (x.shape[-1],) and x.shape, of the dtype of x: added after the reduction, before the one
         rounding.
-    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot"}, optional
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy_engine"}
+        Optional.
     team : Team, optional
     stream : optional
         None: the world's current stream for a tdx array, else the caller's.

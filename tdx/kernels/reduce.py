@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tdx.kernels.all_reduce import bind_one_hop
+from tdx.kernels.all_reduce_words import bind_low_latency
 from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.packed import low_latency_elements, packed_bytes
@@ -121,7 +121,7 @@ class Reduce(Plan):
             named = {"OP": op, "HAS_BIAS": False, "HAS_RESIDUAL": False}
             kinds = (self.dtype, self.out_dtype)
             if self.config.algorithm == "low_latency":
-                self._run = bind_one_hop(self, self.config, self.shape, kinds, named)
+                self._run = bind_low_latency(self, self.config, self.shape, kinds, named)
             else:
                 self._run, _ = bind_two_shot(
                     self, self.config, self.shape, kinds, named, root=self.root

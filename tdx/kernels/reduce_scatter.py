@@ -65,6 +65,7 @@ from tdx.kernels.shards import (
 )
 from tdx.language.words import packed_blocks
 from tdx.runtime import dtypes
+from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
@@ -94,13 +95,14 @@ def _reduce_at(
     finish(total, out, (), at, mask, tdl.num_ranks(world), OP)
 
 
-@triton.jit(do_not_specialize=["units", "step_vectors", "steps"])
+@triton.jit(do_not_specialize=["numel", "units", "step_vectors", "steps"])
 def push_kernel(
-    x, out, staging, signals, channel, world, units, step_vectors, steps,
+    x, out, staging, signals, channel, world, numel, units, step_vectors, steps,
     OP: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, AHEAD: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push step s, reduce step s - AHEAD, for all steps. Parts have `units` * UNIT elements.
+    """Push step s, reduce step s - AHEAD, for all steps. Parts have `units` * UNIT elements, the
+    last ones less if there are not so many.
 
     `signals` holds RANKS words for each block: who has pushed its part of which step.
     """
@@ -117,7 +119,7 @@ def push_kernel(
         if s < steps:
             if ok:
                 slot = staging + (now & (SLOTS - 1)).to(tl.int64) * RANKS * size
-                push_step(x, slot, world, RANKS * shard, shard, s * size, size, BLOCK)
+                push_step(x, slot, world, numel, shard, s * size, size, BLOCK)
             notify_ranks(pushed, world, now + 1, ok)
         if s >= AHEAD:
             done = now - AHEAD
@@ -127,7 +129,7 @@ def push_kernel(
                 begin = (s - AHEAD) * size
                 own = x + me * shard + begin
                 to = out + begin
-                count = part_length(me, shard, RANKS * shard, begin, size)
+                count = part_length(me, shard, numel, begin, size)
                 whole = count // BLOCK
                 for block in range(index, whole, parts):
                     at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -254,35 +256,19 @@ class ReduceScatter(Plan):
 
     def _bind(self) -> Any:
         config, ranks, size = self.config, self.group.size, self.dtype.itemsize
-        unit = math.gcd(VECTOR, self._shard)
-        named = {
-            "OP": self.op, "RANKS": ranks, "UNIT": unit, "BLOCK": config.block,
-            "num_warps": config.num_warps, "enable_fp_fusion": False,
-        }  # fmt: skip
-        kinds, world = (self.dtype, self.out_dtype), self.group.handle
-        units = self._shard // unit
+        kinds = (self.dtype, self.out_dtype)
         if config.algorithm == "low_latency":
             nbytes, lanes = self._shard * size, config.lanes(self.dtype)
             blocks = self.blocks_for(tiles_of(nbytes, lanes), config.blocks)
             words = self.packed_slots(2 * ranks * slot_words(nbytes, lanes))
+            unit = math.gcd(VECTOR, self._shard)
             return self.bind(
-                low_latency_kernel, blocks, kinds, words, self.channel(blocks), world, units,
-                PAIRS=size == 2, **named,
+                low_latency_kernel, blocks, kinds, words, self.channel(blocks), self.group.handle,
+                self._shard // unit, OP=self.op, RANKS=ranks, PAIRS=size == 2, UNIT=unit,
+                BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=False,
             )  # fmt: skip
-        slot_bytes = ranks * self._shard * size
-        ahead, least = ranks <= 2, config.steps
-        if least is None and ahead:
-            least = 1 if fewest_steps(slot_bytes) == 1 else _LEAST_STEPS
-        elif least is None:
-            least = -(-slot_bytes // STEP_BYTES)
-        steps = Steps.make(self._shard, slot_bytes, least, ahead)
-        blocks = self.blocks_for(-(-steps.elements // config.block), config.blocks)
-        staging = self.workspace("shards", (steps.slots * ranks * steps.elements,), self.dtype)
-        signals = self.workspace("signals", (blocks * ranks,), np.int32, steps=steps.count)
-        return self.bind(
-            push_kernel, blocks, kinds, staging, signals, self.channel(blocks), world, units,
-            steps.vectors, steps.count, SLOTS=steps.slots, AHEAD=int(ahead), **named,
-        )  # fmt: skip
+        numel = ranks * self._shard
+        return bind_push(self, config, self._shard, numel, kinds, self.op)
 
     def __call__(self, x: Any, out: Any = None, stream: Any = None) -> Any:
         """Queue the reduce-scatter of `x`; returns `out`, or the plan's buffer when it is None.
@@ -307,6 +293,30 @@ class ReduceScatter(Plan):
         except Exception as error:
             self.refuse(error)
             raise
+
+
+def bind_push(
+    plan: Plan, config: ReductionConfig, shard: int, numel: int, kinds: tuple[np.dtype, np.dtype],
+    op: str,
+) -> Bound:  # fmt: skip
+    """Workspaces and the kernel of push, for the `shard` elements of each of `numel`."""
+    ranks, unit = plan.group.size, math.gcd(VECTOR, shard)
+    slot_bytes = ranks * shard * kinds[0].itemsize
+    ahead, least = ranks <= 2, config.steps
+    if least is None and ahead:
+        least = 1 if fewest_steps(slot_bytes) == 1 else _LEAST_STEPS
+    elif least is None:
+        least = -(-slot_bytes // STEP_BYTES)
+    steps = Steps.make(shard, slot_bytes, least, ahead)
+    blocks = plan.blocks_for(-(-steps.elements // config.block), config.blocks)
+    staging = plan.workspace("shards", (steps.slots * ranks * steps.elements,), kinds[0])
+    signals = plan.workspace("signals", (blocks * ranks,), np.int32, steps=steps.count)
+    return plan.bind(
+        push_kernel, blocks, kinds, staging, signals, plan.channel(blocks), plan.group.handle,
+        numel, shard // unit, steps.vectors, steps.count, OP=op, RANKS=ranks, SLOTS=steps.slots,
+        AHEAD=int(ahead), UNIT=unit, BLOCK=config.block, num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def reduce_scatter(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.all_reduce import bind_one_hop
+from tdx.kernels.all_reduce_words import bind_low_latency, bind_low_latency_two_shot
 from tdx.kernels.copying import VECTOR, copy_share
 from tdx.kernels.operand import Operand
 from tdx.kernels.plan import Plan
@@ -19,7 +19,6 @@ from tdx.kernels.reduction import ReductionConfig
 from tdx.kernels.select import row_block
 from tdx.kernels.shards import notify_ranks, part_length, sum_of_ranks
 from tdx.kernels.tile_product import known
-from tdx.kernels.two_shot_words import bind_low_latency_two_shot
 from tdx.language.signal import program_barrier
 
 __all__ = ["bind_two_kernels", "norm_scale", "one_shot_kernel", "rows_kernel", "two_shot_kernel"]
@@ -338,7 +337,7 @@ def bind_two_kernels(
     added = {"OP": "sum", **{name: named[name] for name in ("HAS_BIAS", "HAS_RESIDUAL")}}
     what = (plan, config, (rows, columns), (dtype, dtype), added)
     two_shot = config.algorithm.endswith("two_shot")
-    reduce = bind_low_latency_two_shot(*what, alike=True) if two_shot else bind_one_hop(*what)
+    reduce = bind_low_latency_two_shot(*what, alike=True) if two_shot else bind_low_latency(*what)
     block, warps = row_block(plan.world.backend, columns, dtype.itemsize, 1)
     blocks = min(rows, 4 * plan.blocks_for(rows))  # which wait for nobody
     normalise = plan.bind(

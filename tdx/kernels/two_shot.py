@@ -6,7 +6,7 @@ two_shot              Reduce-scatter and all-gather in one kernel, by pushes onl
                       shard p to rank p, reduces its own shard and pushes the results to all, or to
                       the root alone. (W - 1) / W * (S + R) bytes out, two hops and two signals per
                       block and step; see shards.py for the order of pushes and for the slots.
-low_latency_two_shot  The same in words that hold data and flag: see two_shot_words.py.
+low_latency_two_shot  The same in words that hold data and flag: see all_reduce_words.py.
 
 The wire carries results in the output's type, rounded once. With a bias or residual, which each
 rank adds for itself, they travel in the accumulator's type and are rounded at their destination.

@@ -27,7 +27,8 @@ def _all_reduce(algorithm: str, dtype: str, world: str = "world", **chosen):
         constants.setdefault("RANKS", 8)
         options = {**NO_FUSION, "num_warps": _LANES // 32}
     types.update(dict.fromkeys(constants, "constexpr"))
-    return f"all_reduce.{algorithm}_kernel", types, constants, options
+    module = "all_reduce" if algorithm == "one_shot" else "all_reduce_words"
+    return f"{module}.{algorithm}_kernel", types, constants, options
 
 
 def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **chosen):
@@ -209,16 +210,16 @@ CASES = {
     "two_shot-root": _shards(
         "two_shot.two_shot_kernel", "bfloat16", WHOLE=False, COPY=True, ROOTED=True
     ),
-    "words-two_shot-bf16": _shards("two_shot_words.low_latency_two_shot_kernel", "bfloat16"),
+    "words-two_shot-bf16": _shards("all_reduce_words.low_latency_two_shot_kernel", "bfloat16"),
     "words-two_shot-fp32": _shards(
-        "two_shot_words.low_latency_two_shot_kernel", "float32", OP="avg", HAS_RESIDUAL=True
+        "all_reduce_words.low_latency_two_shot_kernel", "float32", OP="avg", HAS_RESIDUAL=True
     ),
     "words-two_shot-wide": _shards(
-        "two_shot_words.low_latency_two_shot_kernel", "bfloat16",
+        "all_reduce_words.low_latency_two_shot_kernel", "bfloat16",
         HAS_BIAS=True, HAS_RESIDUAL=True, RESULT_PAIRS=False,
     ),
     "words-two_shot-alike": _shards(
-        "two_shot_words.low_latency_two_shot_kernel", "bfloat16",
+        "all_reduce_words.low_latency_two_shot_kernel", "bfloat16",
         HAS_BIAS=True, HAS_RESIDUAL=True, ALIKE=True,
     ),
     "scatter-bf16": _shards("reduce_scatter.push_kernel", "bfloat16"),

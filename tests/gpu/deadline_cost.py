@@ -20,7 +20,7 @@ from triton.language import core
 
 import tdx
 import tdx.language as tdl
-from tdx.kernels import all_reduce
+from tdx.kernels import all_reduce_words
 from tdx.kernels.packed import VALUES, load_packable, others, put_tile
 from tdx.kernels.reduction import finish, reduce_words
 from tdx.language import nvidia
@@ -60,7 +60,7 @@ def unbounded_kernel(
     OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """low_latency_kernel of tdx/kernels/all_reduce.py, but for the waiting."""
+    """low_latency_kernel of tdx/kernels/all_reduce_words.py, but for the waiting."""
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
     LANES: tl.constexpr = BLOCK // PER_WORD
     TILE: tl.constexpr = BLOCK * _VALUES
@@ -102,8 +102,8 @@ def main() -> None:
         ones = np.ones(numel, np.float32).astype(dtypes.resolve("bfloat16"))
         x = world.array(ones)
         graphs = []
-        for kernel in (all_reduce.low_latency_kernel, unbounded_kernel):
-            all_reduce.low_latency_kernel = kernel
+        for kernel in (all_reduce_words.low_latency_kernel, unbounded_kernel):
+            all_reduce_words.low_latency_kernel = kernel
             plan = tdx.AllReduce(world, numel, x.dtype, algorithm="low_latency")
             assert (plan(x).numpy().astype(int) == world.size).all()
             with tdx.graph(world) as graph:

@@ -70,7 +70,7 @@ def test_all_reduce(tmp_path):
     done = run_tdx(*words, "--json", str(tmp_path / "rows.json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    algorithms = ["low_latency", "low_latency_two_shot", "one_shot", "two_shot"]
+    algorithms = ["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy_engine"]
     check_collective(rows, [64, 1024], algorithms)
     heading, *lines = [line.split() for line in done.stdout.splitlines()[1:6]]
     assert heading[:2] == ["bytes", "memory"]

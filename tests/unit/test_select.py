@@ -220,6 +220,24 @@ def test_slots_of_one_shot_are_bounded(backend, kind, travels):
     assert asked.algorithm == "one_shot"
 
 
+def test_copy_engines_send_large_results_into_the_own_buffer():
+    """Where 64 MiB and more of a rank go to several peers; the bytes that count are results'."""
+    kind, wide = dtypes.resolve("bfloat16"), dtypes.resolve("float32")
+    shard = MOVEMENT["cuda"].copy_engine_bytes // kind.itemsize
+
+    def chosen(numel, ranks, travels=kind, own_buffer=True, backend="cuda"):
+        config = all_reduce.choose(backend, numel, kind, travels, ranks, own_buffer=own_buffer)
+        return config.algorithm
+
+    for ranks in (3, 4, 8):
+        assert chosen(ranks * shard, ranks) == chosen(ranks * shard // 2, ranks, wide)
+        assert chosen(ranks * shard, ranks) == "copy_engine"
+        assert chosen(ranks * shard - 1, ranks) == "two_shot"
+        assert chosen(ranks * shard, ranks, own_buffer=False) == "two_shot"
+    assert chosen(64 * shard, 2) == "two_shot"
+    assert chosen(64 * shard, 4, backend="host") == "two_shot"
+
+
 def test_wider_results_keep_two_ranks_in_one_shot():
     """As the figures of H200s say, up to the bound."""
     kinds = dtypes.resolve("bfloat16"), dtypes.resolve("float32")

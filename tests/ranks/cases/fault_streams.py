@@ -165,6 +165,7 @@ def case_a_dropped_notify_in_a_graph(comm, backend):
 OPERATIONS = {
     "one_shot": ("all_reduce", "channel"),
     "low_latency": ("all_reduce", "slots"),
+    "engines": ("all_reduce", "signals"),
     "pull": ("all_gather", "channel"),
     "copy_engine": ("all_gather", "channel"),
     "push": ("all_to_all", "places"),
@@ -200,9 +201,9 @@ def plan_of(world, name):
         return tdx.AllToAll(world, 12, "float32", algorithm=algorithm), (x,)
     if name in ("scatter", "chain"):
         return tdx.Broadcast(world, 12, "float32", 1, algorithm=name), (x,)
-    if name in ("one_shot", "low_latency"):
-        plan = tdx.AllReduce(world, 12, "float32", algorithm=name)
-        return plan, (x,)
+    if name in ("one_shot", "low_latency", "engines"):
+        algorithm = "copy_engine" if name == "engines" else name
+        return tdx.AllReduce(world, 12, "float32", algorithm=algorithm), (x,)
     if name.startswith("norm-"):  # by words two blocks share the row
         way, x = name.removeprefix("norm-"), world.zeros(100, "float32")
         config = NormConfig(way, 32 if way.endswith("two_shot") else 64, blocks=2)

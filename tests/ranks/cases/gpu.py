@@ -58,7 +58,7 @@ def check_sum_kernel(total, count, ranks, n, wrong, BLOCK: tl.constexpr):
 @worlds(2, 4)
 @limit(300)
 @pytest.mark.parametrize(
-    "algorithm", ["low_latency", "low_latency_two_shot", "one_shot", "two_shot"]
+    "algorithm", ["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy_engine"]
 )
 def case_a_hundred_thousand_replays(world, algorithm):
     n = 1000

@@ -23,7 +23,7 @@ def given_and_out(world, given, shape):
 
 @worlds(5, 6, 7)
 @pytest.mark.parametrize(
-    "algorithm", ["low_latency", "low_latency_two_shot", "one_shot", "two_shot"]
+    "algorithm", ["low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy_engine"]
 )
 def case_all_reduce(world, algorithm):
     for shape in SHAPES:

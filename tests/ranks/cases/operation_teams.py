@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import tdx
+from tdx.kernels.all_reduce import Config
 from tests.helpers.cases import isolated, limit, worlds
 from tests.helpers.reference import assert_same_bits, error_bound, product, reduced, values
 
@@ -13,7 +14,7 @@ def check_reductions(world, team, ranks):
     size, me = len(ranks), (team or world).rank
     x = world.array(values(world.rank, 77 * size, "float32"), symmetric=False)
     wanted = reduced([values(rank, 77 * size, "float32") for rank in ranks])
-    for algorithm in ("one_shot", "two_shot", "low_latency", "low_latency_two_shot"):
+    for algorithm in Config.algorithms:
         result = tdx.all_reduce(x, algorithm=algorithm, team=team)
         assert_same_bits(result.numpy(), wanted, (ranks, algorithm))
     for algorithm in ("push", "low_latency"):

@@ -12,6 +12,7 @@ import triton
 import tdx
 import tdx.language as tdl
 from tdx.interop import numpy_arrays
+from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.matmul import Config
 from tdx.kernels.select import MOVEMENT
 from tdx.runtime.errors import InvalidArgument
@@ -28,6 +29,9 @@ PLANS = {
     ),
     "one_shot": lambda world, n, dtype: tdx.AllReduce(
         world, n, dtype, algorithm="one_shot", op="max"
+    ),
+    "engines": lambda world, n, dtype: tdx.AllReduce(
+        world, n, dtype, algorithm="copy_engine", op="max"
     ),
     "push": lambda world, n, dtype: tdx.AllGather(world, n, dtype, algorithm="push"),
     "copy_engine": lambda world, n, dtype: tdx.AllGather(world, n, dtype, algorithm="copy_engine"),
@@ -231,7 +235,7 @@ def case_overlaps_are_refused(world):
     whole = gather(x)
     norm = (memory[: 2 * N].reshape(2, N), filled(world, 1))
     for call in (
-        *(partial_reduce(world, x, near, name) for name in ("low_latency", "one_shot", "two_shot")),
+        *(partial_reduce(world, x, near, name) for name in AllReduceConfig.algorithms),
         lambda: tdx.all_reduce(x, out=narrow, out_dtype="bfloat16"),
         *([lambda: tdx.reduce(x, 0, out=near)] if size == 1 else []),  # others would wait for it
         lambda: tdx.reduce_scatter(memory[:n], out=memory[n // size - 8 : 2 * n // size - 8]),

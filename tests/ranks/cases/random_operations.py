@@ -86,7 +86,7 @@ class Operation:
         self.root = int(rng.integers(ranks))
         adds = [self.kind == "all_reduce" and floats and rng.random() < 0.4 for _ in range(2)]
         self.adds = dict(zip(("HAS_BIAS", "HAS_RESIDUAL"), adds, strict=True))
-        made = {"config": self._config(rng, dtype), "buffer": True}
+        made = {"config": self._config(rng, dtype, any(adds)), "buffer": True}
         self.own_buffer = bool(rng.integers(2))
         if self.kind == "all_reduce":
             made |= {"bias": adds[0], "residual": adds[1]}
@@ -107,13 +107,15 @@ class Operation:
         self.residual = array(self.numel, *shape) if adds[1] else None
         self.here = self.kind != "reduce" or world.rank == self.root
 
-    def _config(self, rng, dtype):
+    def _config(self, rng, dtype, adds):
         module = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "reduce": reduce}
         config = module[self.kind].Config
         names = config.algorithms
         kind = dtypes.resolve(dtype)
         if not takes_low_latency(self.numel * kind.itemsize, self.ranks, (kind,)):
             names = [name for name in names if not name.startswith("low_latency")]
+        if adds:
+            names = [name for name in names if name != "copy_engine"]
         options = {"steps": int(rng.integers(1, 6)), "blocks": int(rng.integers(1, 40))}
         block = int(2 ** rng.integers(6, 12))
         name = names[rng.integers(len(names))]

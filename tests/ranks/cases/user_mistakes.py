@@ -9,6 +9,7 @@ import triton.language as tl
 
 import tdx
 import tdx.language as tdl
+from tdx.kernels.all_reduce import Config
 from tdx.runtime.driver.host import executor
 from tdx.runtime.errors import InvalidArgument
 from tests.helpers.cases import host_only, isolated, worlds
@@ -260,7 +261,7 @@ def case_kernels_of_the_library_have_no_access_checked(world):
     made = []
     original, executor.Checks = executor.Checks, lambda *a: made.append(original(*a)) or made[-1]
     try:
-        for algorithm in ("one_shot", "two_shot", "low_latency", "low_latency_two_shot"):
+        for algorithm in Config.algorithms:
             tdx.all_reduce(x, algorithm=algorithm)
         tdx.AllGather(world, 48, "float32", algorithm="pull")(x, out=out)
         for call in (tdx.all_gather, tdx.all_to_all, tdx.reduce_scatter):

@@ -1,9 +1,11 @@
-"""low_latency_two_shot of all_reduce: two_shot.py in packed words that hold data and flag.
+"""All-reduces in packed words that hold data and flag: see packed.py and all_reduce.py.
 
-Rank r gets shard r of all ranks as words, reduces it, and sends the results to all as words: no
-signals, two hops, 8/7 of the bytes of two_shot. See packed.py. With a bias or residual results
-travel in the accumulator's type, as there; but where all ranks add the same (ALIKE), who reduces
-adds them, and results travel rounded.
+low_latency: all ranks' arrays go to everybody. reduce.py has the same.
+
+low_latency_two_shot, two_shot.py in words: rank r gets shard r of all ranks, reduces it, and sends
+the results to all: no signals, two hops, 8/7 of the bytes of two_shot. With a bias or residual
+results travel in the accumulator's type, as there; but where all ranks add the same (ALIKE), who
+reduces adds them, and results travel rounded.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from tdx.kernels.packed import (
     finish_tile,
     get_tiles,
     load_added_tile,
+    load_packable,
     others,
     per_element,
     per_word,
     put_tile,
+    slot_words,
+    sum_tile,
     tiles_of,
 )
 from tdx.kernels.plan import Plan
@@ -46,10 +51,50 @@ from tdx.language.signal import program_barrier
 from tdx.language.words import packed_blocks
 from tdx.runtime import dtypes
 
-__all__ = ["bind_low_latency_two_shot", "low_latency_two_shot_kernel"]
+__all__ = [
+    "bind_low_latency", "bind_low_latency_two_shot", "low_latency_kernel",
+    "low_latency_two_shot_kernel",
+]  # fmt: skip
 
 _VECTOR = tl.constexpr(VECTOR)
 _VALUES = tl.constexpr(VALUES)
+
+
+@triton.jit(do_not_specialize=["numel", "columns"])
+def low_latency_kernel(
+    x, out, bias, residual, slots, channel, world, numel, columns,
+    OP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Push the own tiles to everybody as words with flags, and reduce what arrives."""
+    PER_WORD: tl.constexpr = 2 if PAIRS else 1
+    LANES: tl.constexpr = BLOCK // PER_WORD
+    TILE: tl.constexpr = BLOCK * _VALUES
+    me, size = tdl.rank(world), tdl.num_ranks(world)
+    sound = tdl.no_fault(world, uniform=False)  # beside the load of the epoch
+    flag = tdl.epoch(channel)
+    tiles = tl.cdiv(numel, TILE)
+    words = tl.cdiv(numel, PER_WORD)
+    stride = tl.cast(tiles, tl.int64) * (4 * LANES)
+    base = slots + (flag & 1).to(tl.int64) * RANKS * stride
+    to = base + me * stride
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        own = load_packable(x, tl.cast(tile, tl.int64) * TILE, numel, PAIRS, BLOCK)
+        for hop in tl.static_range(1, RANKS):
+            put_tile(to, tile, own, words, flag, (me + hop) % RANKS, world, sound, LANES)
+    if program_threads() > LANES:  # others may send the same words: out may be x
+        program_barrier()
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        first = tl.cast(tile, tl.int64) * TILE
+        added = load_added_tile(
+            bias, residual, 0, numel, columns, numel, tile, HAS_BIAS, HAS_RESIDUAL, BLOCK
+        )
+        totals, arrived = sum_tile(
+            x, first, numel, base, stride, tile, words, flag, world, OP, RANKS, PAIRS, BLOCK
+        )
+        for j in tl.static_range(packed_blocks()):
+            total = totals[j]
+            finish_tile(total, out, added[j], 0, numel, numel, tile, j, arrived, size, OP, BLOCK)
 
 
 @triton.jit(do_not_specialize=["numel", "columns", "shard_vectors"])
@@ -145,6 +190,24 @@ def low_latency_two_shot_kernel(
                         widen(value), out, added[peer - first][j], peer, numel, shard, tile, j,
                         arrived & (me != peer), 1, "sum", BLOCK,
                     )  # fmt: skip
+
+
+def bind_low_latency(
+    plan: Plan, config: ReductionConfig, shape: tuple[int, ...], kinds: tuple[np.dtype, np.dtype],
+    named: dict[str, Any],
+) -> Run:  # fmt: skip
+    """Workspace and kernel for a plan, as two_shot.bind_two_shot."""
+    dtype, out_dtype = kinds
+    ranks, numel, lanes = plan.group.size, elements(shape), config.lanes(dtype)
+    nbytes = numel * dtype.itemsize
+    blocks = plan.blocks_for(tiles_of(nbytes, lanes), config.blocks)
+    return plan.bind(
+        low_latency_kernel, blocks, (dtype, out_dtype, dtype, dtype),
+        plan.packed_slots(2 * ranks * slot_words(nbytes, lanes)), plan.channel(blocks),
+        plan.group.handle, numel, max(1, shape[-1] if shape else 1), **named, RANKS=ranks,
+        PAIRS=dtype.itemsize == 2, BLOCK=config.block, num_warps=config.num_warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def bind_low_latency_two_shot(
