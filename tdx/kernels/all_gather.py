@@ -133,7 +133,8 @@ class AllGather(Plan):
         Not with progress, which has its own.
     team : Team, optional
     buffer : bool
-        Whether the plan has a result buffer, for calls without `out`.
+        Whether the plan has a result buffer, for calls without `out`. With large arrays, plans that
+        are only called with `out` take less memory and less time without.
 
     With progress the plan has the attributes of Gathering: `progress`, `epoch`, `chunk_rows`,
     `chunks`; consumers wait for `tl.load(epoch)`.

@@ -182,11 +182,13 @@ def load_packable(x, first, end, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _place_of_tile(peer, numel, shard, tile, j: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets of block number `j` of a tile of `peer`'s shard, and which are before `numel`."""
+def _place_of_tile(peer, numel, shard, tile, j: tl.constexpr, arrived, BLOCK: tl.constexpr):
+    """Offsets of block number `j` of a tile of `peer`'s shard, and which are before `numel`, where
+    it has `arrived`: first in their masks, or more of them are kept in registers until it has.
+    """
     offsets, mask = part_of_tile(tl.cast(tile, tl.int64) * (BLOCK * _VALUES), shard, j, BLOCK)
     place = tl.cast(peer, tl.int64) * shard + offsets
-    return place, mask & (place < numel)
+    return place, arrived & mask & (place < numel)
 
 
 @triton.jit
@@ -197,7 +199,7 @@ def load_added_tile(
     """For each block of a tile of `peer`'s shard what reduction.load_added returns."""
     added = ()
     for j in tl.static_range(packed_blocks()):
-        place, mask = _place_of_tile(peer, numel, shard, tile, j, BLOCK)
+        place, mask = _place_of_tile(peer, numel, shard, tile, j, tl.full((), 1, tl.int1), BLOCK)
         each = load_added(bias, residual, place, mask, columns, HAS_BIAS, HAS_RESIDUAL)
         added = added + (each,)  # noqa: RUF005
     return added
@@ -209,8 +211,8 @@ def finish_tile(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store block number `j` of such a tile, where it has arrived, as reduction.finish does."""
-    place, mask = _place_of_tile(peer, numel, shard, tile, j, BLOCK)
-    finish(total, out, added, place, mask & arrived, ranks, OP)
+    place, mask = _place_of_tile(peer, numel, shard, tile, j, arrived, BLOCK)
+    finish(total, out, added, place, mask, ranks, OP)
 
 
 @triton.jit

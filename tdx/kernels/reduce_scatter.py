@@ -99,10 +99,10 @@ def _reduce_at(
 def push_kernel(
     x, out, staging, signals, channel, world, numel, units, step_vectors, steps,
     OP: tl.constexpr, RANKS: tl.constexpr, SLOTS: tl.constexpr, AHEAD: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push step s, reduce step s - AHEAD, for all steps. Parts have `units` * UNIT elements, the
-    last ones less if there are not so many.
+    last ones less if there are not so many. EVEN: `numel` is a multiple of UNIT.
 
     `signals` holds RANKS words for each block: who has pushed its part of which step.
     """
@@ -110,6 +110,8 @@ def push_kernel(
     parts = tl.num_programs(0)
     shard = tl.cast(units, tl.int64) * UNIT
     size = tl.cast(step_vectors, tl.int64) * _VECTOR
+    if EVEN:  # so that the compiler knows
+        numel = numel // UNIT * UNIT
     me = tdl.rank(world).to(tl.int64)
     pushed = signals + index * RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
@@ -314,8 +316,8 @@ def bind_push(
     return plan.bind(
         push_kernel, blocks, kinds, staging, signals, plan.channel(blocks), plan.group.handle,
         numel, shard // unit, steps.vectors, steps.count, OP=op, RANKS=ranks, SLOTS=steps.slots,
-        AHEAD=int(ahead), UNIT=unit, BLOCK=config.block, num_warps=config.num_warps,
-        enable_fp_fusion=False,
+        AHEAD=int(ahead), UNIT=unit, EVEN=numel % unit == 0, BLOCK=config.block,
+        num_warps=config.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

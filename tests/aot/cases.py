@@ -42,7 +42,7 @@ def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **cho
         "OP": "sum", "HAS_BIAS": False, "HAS_RESIDUAL": False, "RANKS": ranks,
         "SLOTS": 4 if ranks == 2 else 2, "AHEAD": int(ranks == 2),
         "WHOLE": True, "COPY": False, "ROOTED": False, "UNIT": 16, "PAIRS": size == 2,
-        "ALIKE": False, "RESULT_PAIRS": size == 2,
+        "ALIKE": False, "RESULT_PAIRS": size == 2, "EVEN": True,
         "BLOCK": _LANES * 4 // size if words else block, **chosen,
     }  # fmt: skip
     types = {
@@ -226,6 +226,7 @@ CASES = {
     "scatter-2": _shards("reduce_scatter.push_kernel", "bfloat16", 2),
     "scatter-fp32-8": _shards("reduce_scatter.push_kernel", "float32", 8),
     "scatter-odd": _shards("reduce_scatter.push_kernel", "bfloat16", UNIT=1, BLOCK=4096),
+    "scatter-ragged": _shards("reduce_scatter.push_kernel", "bfloat16", EVEN=False),
     "words-scatter-bf16": _shards("reduce_scatter.low_latency_kernel", "bfloat16"),
     "norm-one_shot": _norm("one_shot", "bfloat16"),
     "norm-one_shot-fp32-odd": _norm("one_shot", "float32", 5001, HAS_RESIDUAL=False),

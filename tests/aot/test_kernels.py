@@ -19,13 +19,14 @@ VARIANTS = [
     "one_shot-fp32-team", "one_shot-max-i32", "low_latency-16-bf16", "two_shot-fp32-team",
     "two_shot-bf16-8", "two_shot-copy-2", "two_shot-buffer", "words-two_shot-fp32",
     "words-two_shot-wide", "words-two_shot-alike", "low_latency-added-bf16", "norm-rows-pieces",
-    "scatter-2", "scatter-fp32-8", "scatter-odd", "norm-one_shot-fp32-odd", "norm-two_shot-2",
-    "norm-two_shot-8", "words-norm-many-bf16", "words-norm-2-bf16", "words-norm-fp32-8",
-    "words-norm-16-bf16", "words-norm-pieces", "words-norm-two_shot-many", "words-norm-two_shot-2",
-    "words-norm-two_shot-8", "words-norm-two_shot-pieces", "pull-odd", "push-odd", "words-i16",
-    "root-words-i8", "passed-words-i8", "broadcast-chain-odd", "broadcast-scatter-odd",
-    "take-odd", "sum-whole", "take-rows", "matmul-gathered", "consume-bf16-ragged",
-    "one_kernel-ragged", "one_kernel-fp32", "scattered-fp32", "fused-fp32", "words-product-fp32",
+    "scatter-2", "scatter-fp32-8", "scatter-odd", "scatter-ragged", "norm-one_shot-fp32-odd",
+    "norm-two_shot-2", "norm-two_shot-8", "words-norm-many-bf16", "words-norm-2-bf16",
+    "words-norm-fp32-8", "words-norm-16-bf16", "words-norm-pieces", "words-norm-two_shot-many",
+    "words-norm-two_shot-2", "words-norm-two_shot-8", "words-norm-two_shot-pieces", "pull-odd",
+    "push-odd", "words-i16", "root-words-i8", "passed-words-i8", "broadcast-chain-odd",
+    "broadcast-scatter-odd", "take-odd", "sum-whole", "take-rows", "matmul-gathered",
+    "consume-bf16-ragged", "one_kernel-ragged", "one_kernel-fp32", "scattered-fp32", "fused-fp32",
+    "words-product-fp32",
 ]  # fmt: skip
 TAKEN = [
     (case, target)
