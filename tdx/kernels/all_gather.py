@@ -8,7 +8,8 @@ push         (W - 1) * S bytes out, straight into results in symmetric memory, e
              slots of at most 64 MiB; two meetings, and one more for each further round of staging;
              see pushing.py.
 copy_engine  (W - 1) * S bytes out by copy engines, into the plan's own buffer, between two
-             meetings; with `out` one more copy. Workspace: W * S bytes. See copy_engine.py.
+             meetings; with `out` one more copy. Workspace: W * S bytes. Only by name: the last
+             result of a rank that comes after the deadline may be overwritten, see copy_engine.py.
 pull         Each rank copies its array into a symmetric slot, all meet block by block, and each
              copies the slots of all ranks into its result. (W - 1) * S bytes in, one hop and one
              meeting; two slots used in turn replace a meeting at the end (see all_reduce.py).
@@ -133,8 +134,7 @@ class AllGather(Plan):
         Not with progress, which has its own.
     team : Team, optional
     buffer : bool
-        Whether the plan has a result buffer, for calls without `out`. With large arrays, plans that
-        are only called with `out` take less memory and less time without.
+        Whether the plan has a result buffer, for calls without `out`.
 
     With progress the plan has the attributes of Gathering: `progress`, `epoch`, `chunk_rows`,
     `chunks`; consumers wait for `tl.load(epoch)`.
@@ -171,7 +171,7 @@ class AllGather(Plan):
                 )
             self._nbytes = elements(self.shape) * self.dtype.itemsize
             ranks = self.group.size
-            usual = gather_algorithm(world.backend, self._nbytes, ranks, buffer)
+            usual = gather_algorithm(world.backend, self._nbytes, ranks)
             if usual == "pull" and 2 * self._nbytes > STAGING_BYTES:  # its slots hold all of it
                 usual = "push"
             self.algorithm = algorithm or usual

@@ -11,8 +11,9 @@ low_latency  Each rank pushes its array to all others as 64-bit words, 7 bytes o
              hop, no meeting, two slots as above. Up to 16 ranks, 4 MiB, types of 2 and 4 bytes.
 two_shot     Rank r reduces shard r and pushes the result to all: 2 * (W - 1) / W * S bytes out, two
              hops (two_shot.py); low_latency_two_shot, the same in words (all_reduce_words.py);
-             copy_engine, the same but that copy engines send results (two_shot_engines.py), into
-             the plan's own buffer: with `out` one more copy. No bias, no residual.
+             copy_engine, the same but that copy engines send results, into the plan's own buffer:
+             see two_shot_engines.py. With `out` one more copy. No bias, no residual. Only by name:
+             what a rank that comes after the deadline has changed there may be overwritten.
 
 Result: accumulated in float32 (float64 for float64, integers in their own type, wrapping) from
 rank 0 upwards, then divided by W for "avg", plus bias, plus residual, rounded once. So its bits
@@ -48,7 +49,6 @@ from tdx.kernels.reduction import (
     widen,
 )
 from tdx.kernels.select import (
-    MOVEMENT,
     STAGING_BYTES,
     block_elements,
     cheapest,
@@ -144,8 +144,7 @@ class AllReduce(Plan):
         Overrides the choice altogether.
     team : Team, optional
     buffer : bool
-        Whether the plan has a result buffer, for calls without `out`. With large arrays, plans that
-        are only called with `out` take less memory and less time without.
+        Whether the plan has a result buffer, for calls without `out`.
 
     Raises InvalidArgument, DtypeError, Unsupported, CollectiveMismatch, HeapExhausted.
     """
@@ -183,9 +182,8 @@ class AllReduce(Plan):
             Config.check(config, self.operation, algorithm, self.dtype, world.backend)
             travels = dtypes.accumulator(self.dtype) if adds else self.out_dtype
             self.config = config or choose(
-                world.backend, self._numel, self.dtype, travels, self.group.size, algorithm,
-                buffer and not adds,
-            )  # fmt: skip
+                world.backend, self._numel, self.dtype, travels, self.group.size, algorithm
+            )
             way, nbytes = self.config.algorithm, self._numel * self.dtype.itemsize
             if adds and way == "copy_engine":
                 raise InvalidArgument(
@@ -207,12 +205,13 @@ class AllReduce(Plan):
         self._in_place = 0 if self._sizes[0] == self._sizes[1] else None
         named = {"OP": self.op, "HAS_BIAS": self._has_bias, "HAS_RESIDUAL": self._has_residual}
         config = self.config
-        what = (self, config, self.shape, (self.dtype, self.out_dtype), named)
+        kinds = (self.dtype, self.out_dtype)
+        what = (self, config, self.shape, kinds, named)
         # results of two_shot travel as they are, unless something is added to them
         direct = config.algorithm == "two_shot" and not (self._has_bias or self._has_residual)
-        if config.algorithm == "copy_engine" and self._numel:
+        if config.algorithm == "copy_engine":
             gathered = self.workspace("result", self.shape, self.out_dtype)
-            self._run = bind_engines(self, config, self._numel, what[3], self.op, gathered)
+            self._run = bind_engines(self, config, self._numel, kinds, self.op, gathered)
             self._out, self._run_direct = gathered if buffer else None, self._run
             return
         if buffer and direct and self._numel:
@@ -221,7 +220,7 @@ class AllReduce(Plan):
             self._run, self._run_direct = bind_two_shot(*what, buffer=self._out)
             return
         self._out = self.result_buffer(self.shape, self.out_dtype, buffer)
-        if config.algorithm in ("two_shot", "copy_engine"):
+        if config.algorithm == "two_shot":
             self._run, _ = bind_two_shot(*what)
         elif config.algorithm == "one_shot":
             self._run = _bind_one_shot(*what)
@@ -295,11 +294,11 @@ def _bind_one_shot(
 
 def choose(
     backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int,
-    algorithm: str | None = None, own_buffer: bool = False,
+    algorithm: str | None = None,
 ) -> Config:  # fmt: skip
-    """The algorithm, unless given, and its tile. `own_buffer`: results stay in the plan's."""
+    """The algorithm, unless given, and its tile."""
     if algorithm is None:
-        algorithm = _cheapest(backend, numel, dtype, travels, ranks, own_buffer)
+        algorithm = _cheapest(backend, numel, dtype, travels, ranks)
     shard = -(-numel // ranks)
     if algorithm.startswith("low_latency"):
         part = numel if algorithm == "low_latency" else shard
@@ -311,15 +310,11 @@ def choose(
     return Config(algorithm, block_elements(backend, numel))
 
 
-def _cheapest(
-    backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int, own_buffer: bool
-) -> str:  # fmt: skip
+def _cheapest(backend: str, numel: int, dtype: np.dtype, travels: np.dtype, ranks: int) -> str:
     whole, results = numel * dtype.itemsize, numel * travels.itemsize
     if ranks == 1:
         return "two_shot"  # which reads the own part where it is
     peers = ranks - 1
-    if own_buffer and peers > 1 and results >= ranks * MOVEMENT[backend].copy_engine_bytes:
-        return "copy_engine"  # of two ranks no faster
     sent = {"two_shot": peers * (whole + results) / ranks}
     if 2 * whole <= STAGING_BYTES:  # the slots of one_shot
         sent["one_shot"] = peers * whole

@@ -8,7 +8,7 @@ to be known on the host. An all-gather begins with such a barrier, too.
 Ordering: the first barrier tells that all peers are done with their last results, the second that
 all copies have arrived. A copy cannot look at faults: when a rank gives up waiting before them its
 copies still go out, and a peer that comes later than the deadline may find its last result
-overwritten before its own wait raises.
+overwritten before its own wait raises. So it is for who asks for it by name.
 """
 
 from __future__ import annotations
@@ -51,17 +51,16 @@ class CopyEngine:
     def run(self, plan: Plan, stream: int, x: Operand, to: Operand) -> None:
         """Queue an all-gather of `x`; copies the buffer to `to` where that is something else."""
         self._meet(stream)
-        self.spread(stream, to, x)
+        self.spread(stream, x, to)
 
-    def spread(self, stream: int, to: Operand, x: Operand | None = None) -> None:
-        """The same of what is in the own part, unless `x` is given, where all ranks have met."""
+    def spread(self, stream: int, x: Operand, to: Operand) -> None:
+        """The same where all ranks are known to be in the call."""
         copy, side, nbytes = self._driver.copy, self._side.handle, self._nbytes
-        source, keep = (self._own, None) if x is None else (x.address, x.owner)
         order(self._driver, stream, side)
         for place in self._places:
-            copy(place, source, nbytes, side, keep)
-        if source != self._own:
-            copy(self._own, source, nbytes, stream, keep)
+            copy(place, x.address, nbytes, side, x.owner)
+        if nbytes and x.address != self._own:
+            copy(self._own, x.address, nbytes, stream, x.owner)
         order(self._driver, side, stream)
         self._meet(stream)
         buffer = self._buffer

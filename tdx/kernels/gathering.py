@@ -257,7 +257,7 @@ class GatherFirst:
         self.chunks, self.chunk_rows = 1, max(1, rows)
         self.buffer = plan.workspace("gathered", (size, *shape), dtype)
         self._nbytes = nbytes = elements(shape) * dtype.itemsize
-        way = gather_algorithm(plan.world.backend, nbytes, size, own_buffer=False)
+        way = gather_algorithm(plan.world.backend, nbytes, size)
         kind = LowLatency if way == "low_latency" else Push
         self._rows = kind(plan, nbytes, each=False) if nbytes else None
         self.scales = self.buffer

@@ -179,8 +179,6 @@ class Movement:
         Most bytes of a rank that are sent as words of data and flag.
     gather : str
         All-gather algorithm of larger sizes.
-    copy_engine_bytes : int
-        Bytes a rank from which copy engines gather, if results stay in the plan's own buffer.
     push_shapes : tuple of (int, int, int)
         (bytes for a peer, bytes a block handles at a time, warps) of kernels that push to peers:
         the first entry that is large enough counts. Empty: as `block_bytes` says.
@@ -200,7 +198,6 @@ class Movement:
 
     low_latency_bytes: int
     gather: str
-    copy_engine_bytes: int
     push_shapes: tuple[tuple[int, int, int], ...]
     signal_bytes: int
     words_broadcast: tuple[int, int, int]
@@ -213,12 +210,12 @@ class Movement:
 _PUSH_SHAPES = ((512 << 10, 4 << 10, 8), (16 << 20, 8 << 10, 8), (_NEVER, 16 << 10, 16))
 
 _MOVED = Movement(
-    6 << 20, "push", 64 << 20, _PUSH_SHAPES, 1 << 20, (8 << 20, 128 << 10, 64 << 20), 8 << 20,
+    6 << 20, "push", _PUSH_SHAPES, 1 << 20, (8 << 20, 128 << 10, 64 << 20), 8 << 20,
     64 << 20,
 )  # fmt: skip
 MOVEMENT: dict[str, Movement] = {
     "host": Movement(
-        48 << 10, "pull", _NEVER, (), 16 << 20, (48 << 10, 24 << 10, 24 << 10), 24 << 10, 0,
+        48 << 10, "pull", (), 16 << 20, (48 << 10, 24 << 10, 24 << 10), 24 << 10, 0,
         (64 << 10, 16 << 20),
     ),
     "cuda": _MOVED,
@@ -338,11 +335,9 @@ def broadcast_algorithm(backend: str, nbytes: int, ranks: int) -> str:
     return "chain" if ranks <= 2 or nbytes > MOVEMENT[backend].scatter_bytes else "scatter"
 
 
-def gather_algorithm(backend: str, nbytes: int, ranks: int, own_buffer: bool) -> str:
-    """How `nbytes` of every rank are gathered; `own_buffer`: results stay in the plan's buffer."""
-    limits = MOVEMENT[backend]
-    large = "copy_engine" if own_buffer and nbytes >= limits.copy_engine_bytes else limits.gather
-    return movement_algorithm(backend, nbytes, ranks, large)
+def gather_algorithm(backend: str, nbytes: int, ranks: int) -> str:
+    """How `nbytes` of every rank are gathered."""
+    return movement_algorithm(backend, nbytes, ranks, MOVEMENT[backend].gather)
 
 
 def follows(backend: str, rows: int, nbytes: int, ranks: int) -> bool:

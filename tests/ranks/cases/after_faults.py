@@ -12,6 +12,7 @@ import triton
 import tdx
 import tdx.language as tdl
 from tdx.kernels import matmul_all_reduce, matmul_reduce_scatter
+from tdx.kernels.all_reduce import Config as AllReduceConfig
 from tdx.kernels.all_reduce_rms_norm import Config as NormConfig
 from tdx.kernels.matmul import Config
 from tdx.runtime.errors import PeerLost, PeerTimeout, TdxError
@@ -23,7 +24,7 @@ SHAPE = (32, 64)
 WEIGHTS = {tdx.AllReduceRmsNorm: (64,), tdx.AllGatherMatmul: (64, 16),
            tdx.MatmulReduceScatter: (64, 16), tdx.MatmulAllReduce: (64, 16)}  # fmt: skip
 ALGORITHMS = [
-    (tdx.AllReduce, (), ["low_latency", "low_latency_two_shot", "one_shot", "two_shot"]),
+    (tdx.AllReduce, (), list(AllReduceConfig.algorithms)),
     (tdx.ReduceScatter, (), ["low_latency", "push"]),
     (tdx.Reduce, (1,), ["low_latency", "two_shot"]),
     (tdx.AllGather, (), ["low_latency", "push", "pull"]),
@@ -137,6 +138,32 @@ def case_copy_engines_send_no_signals(comm, backend, make, algorithm):
             plan(x, y)
         with pytest.raises(TdxError):
             world.synchronize()
+    with contextlib.suppress(TdxError):
+        world.close()
+
+
+@isolated
+@worlds(3)
+@limit(30)
+def case_copy_engines_send_only_what_was_reduced(comm, backend):
+    """A rank that gave up has changed its buffer; others find in theirs what they were given."""
+    world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
+    plan = tdx.AllReduce(world, 300, "float32", algorithm="copy_engine")
+    result = plan(world.array(np.full(300, 1 + world.rank, np.float32)))
+    wanted = np.array(result.numpy())
+    world.barrier()
+    world.synchronize()
+    if world.rank == 0:
+        result.copy_from(np.full(300, 77, np.float32))
+        for _ in range(2):
+            plan(result)
+        with pytest.raises(PeerTimeout):
+            world.synchronize()
+        comm.Barrier()
+    else:
+        comm.Barrier()
+        np.testing.assert_array_equal(result.numpy(), wanted)
+    comm.Barrier()
     with contextlib.suppress(TdxError):
         world.close()
 

@@ -90,7 +90,12 @@ def case_wait_any(world, start):
 @starts
 @pytest.mark.parametrize(
     ("algorithm", "dtype"),
-    [("low_latency", "float32"), ("low_latency", "bfloat16"), ("one_shot", "float32")],
+    [
+        ("low_latency", "float32"),
+        ("low_latency", "bfloat16"),
+        ("one_shot", "float32"),
+        ("copy_engine", "float32"),
+    ],
 )
 def case_all_reduce(world, start, algorithm, dtype):
     """Several blocks, a ragged end; flags pass 0 in memory that starts zeroed."""

@@ -63,7 +63,7 @@ def check_sums(world, out, first):
 @isolated
 @worlds(2)
 @limit(300)
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "copy_engine"])
 def case_all_reduce_in_place(comm, backend, algorithm):
     with tdx.init(comm, backend=backend) as world:
         x = world.empty(COUNT, "float16")

@@ -119,7 +119,7 @@ def own_rows(team, whole):
 
 @worlds(3)
 def case_overlapping_teams_on_two_streams(world):
-    for algorithm in ("one_shot", "two_shot", "low_latency"):
+    for algorithm in ("one_shot", "two_shot", "low_latency", "copy_engine"):
         rounds_of_teams(
             world,
             lambda team, name=algorithm: tdx.AllReduce(
