@@ -138,8 +138,8 @@ class AllReduce(Plan):
     bias, residual : bool
         Whether calls pass a vector of the last axis' length, or an array of the input's shape,
         of the input's dtype, to be added after the reduction. Floats only.
-    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy_engine"}
-        Optional.
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot",
+        "copy_engine"}, optional
     config : Config, optional
         Overrides the choice altogether.
     team : Team, optional
@@ -350,8 +350,8 @@ def all_reduce(
     bias, residual : arrays, optional
         (x.shape[-1],) and x.shape, of the dtype of x: added after the reduction, before the one
         rounding.
-    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot", "copy_engine"}
-        Optional.
+    algorithm : {"low_latency", "low_latency_two_shot", "one_shot", "two_shot",
+        "copy_engine"}, optional
     team : Team, optional
     stream : optional
         None: the world's current stream for a tdx array, else the caller's.

@@ -183,11 +183,12 @@ def load_packable(x, first, end, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place_of_tile(peer, numel, shard, tile, j: tl.constexpr, arrived, BLOCK: tl.constexpr):
-    """Offsets of block number `j` of a tile of `peer`'s shard, and which are before `numel`, where
-    it has `arrived`: first in their masks, or more of them are kept in registers until it has.
+    """Offsets of block number `j` of a tile of `peer`'s shard, and which of them are to be used:
+    those before `numel` that have `arrived`.
     """
     offsets, mask = part_of_tile(tl.cast(tile, tl.int64) * (BLOCK * _VALUES), shard, j, BLOCK)
     place = tl.cast(peer, tl.int64) * shard + offsets
+    # arrived first: else the rest of all masks waits in registers for it, up to a microsecond
     return place, arrived & mask & (place < numel)
 
 
