@@ -10,6 +10,9 @@ is common to all a chunk at a time): so each link carries one rank's rows, which
 fastest, and rows of one rank are there before those of the next begin to come. Chunks take turns on
 two streams: a signal behind a chunk takes a while, in which the other stream copies.
 
+Kernels of others, which tell nothing, make data too: then waits for all peers' credits come first,
+and copies follow a kernel in order of streams.
+
 Copies cannot look at faults. When a wait was given up no new signal follows them, and before them
 the peer's signals from this rank are taken back. Who has read what they write waits for all of its
 signals once more, at the end of the kernel or in one behind it: either they are still there, and
@@ -18,7 +21,8 @@ what was read was that of its own call, or the wait is in vain and its rank has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +40,7 @@ __all__ = ["Beside", "CopyPush", "confirm_kernel", "enter_kernel", "grant_kernel
 
 _STREAMS = 2  # which have a chunk each in turn
 _Copy = tuple[int, int, int, bool]  # to, from, bytes; whether `from` counts from an operand's begin
+_Work = tuple[int, Callable[..., None] | _Copy]  # with the stream
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -147,11 +152,14 @@ class CopyPush:
         progress, credit = signals[:2]
         peers = group.size - 1
         self._driver = world.driver
-        self._work: list[tuple[int, Callable[..., None] | _Copy]] = []  # with the stream
+        self._work: list[_Work] = []
+        self._behind: list[_Work] = []  # of those which are behind this one
+        self._credits: list[_Work] = []
+        self._copies: dict[tuple[int, int], list[_Work]] = {}  # by peer and chunk
         if behind is None:
             self._beside = Beside(world, min(_STREAMS, chunks) if peers else 0)
         else:
-            self._beside, self._work = behind._beside, behind._work
+            self._beside, self._work = behind._beside, behind._behind
         self.join = self._beside.join
         streams = self._beside.streams
         self.blocks = len(streams)
@@ -162,29 +170,52 @@ class CopyPush:
             peer = (group.rank + 1 + hop) % group.size
             which = chunk % len(streams)
             side, word = streams[which].handle, sent[which, peer]
+            grant = partial(
+                plan.bind, grant_kernel, 1, (), *signals, credit if finished is None else finished,
+                word, peer, chunk if common else peer * chunks + chunk, chunks, num_warps=1,
+            )  # fmt: skip
             if chunk < len(counts):
-                grant = plan.bind(
-                    grant_kernel, 1, (), *signals, credit if finished is None else finished, word,
-                    peer, chunk if common else peer * chunks + chunk, chunks, counts[chunk],
-                    num_warps=1,
-                )  # fmt: skip
-                self._work.append((side, grant))
+                self._work.append((side, grant(counts[chunk])))
+            if chunk < len(streams) and behind is None:
+                self._credits.append((side, grant(0)))
+            copies = self._copies[peer, chunk] = []
             for array, offset, source, begin, nbytes in pieces(peer, chunk):
                 place = array.peer(group.ranks[peer])._address + offset
                 first = begin if source is None else source._address + begin
-                self._work.append((side, (place, first, nbytes, source is None)))
+                copies.append((side, (place, first, nbytes, source is None)))
             signal = progress.peer(group.ranks[peer])._address
             signal += 4 * (group.rank * chunks + chunk)
-            self._work.append((side, (signal, word._address, 4, False)))
+            copies.append((side, (signal, word._address, 4, False)))
+            self._work += copies
 
     def start(self, stream: int, x: Operand | None = None) -> int:
         """Queue all of it, behind what is queued on `stream` now; returns a stream of it.
 
         `x`: what is read where `pieces` have no array.
         """
-        base, keep = (0, None) if x is None else (x.address, x.owner)
         self._beside.fork(stream)
-        for side, work in self._work:
+        self._queue(self._work, x)
+        self._queue(self._behind, x)
+        return self._beside.streams[-1].handle
+
+    def begin(self, stream: int) -> None:
+        """Wait for credits only, beside `stream`: `send` is to queue the copies, then `rest`."""
+        self._beside.fork(stream)
+        self._queue(self._credits)
+
+    def send(self, stream: int, peer: int, chunks: Iterable[int]) -> None:
+        """Queue the copies of `chunks` for `peer`, which what is queued on `stream` now makes."""
+        self._beside.fork(stream)
+        for chunk in chunks:
+            self._queue(self._copies[peer, chunk])
+
+    def rest(self, x: Operand) -> None:
+        """Queue what is behind this one; `x` as `start` has it."""
+        self._queue(self._behind, x)
+
+    def _queue(self, items: Iterable[_Work], x: Operand | None = None) -> None:
+        base, keep = (0, None) if x is None else (x.address, x.owner)
+        for side, work in items:
             if not isinstance(work, tuple):
                 work(side)
                 continue
@@ -193,4 +224,3 @@ class CopyPush:
                 self._driver.copy(place, base + source, nbytes, side, keep)
             else:
                 self._driver.copy(place, source, nbytes, side)
-        return self._beside.streams[-1].handle

@@ -1,4 +1,4 @@
-"""The products of "fused" by cuBLAS: each other rank's rows, which are sent, then the own ones.
+"""The products of "fused" by cuBLAS: rows of each other rank, which are sent, then the own ones.
 
 A kernel adds the ranks' partials of own rows, which cuBLAS rounds as our kernels do.
 """
@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
+from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.library_product import LibraryProduct, library_product, refused
 from tdx.kernels.operand import Operand
-from tdx.kernels.product import blocks_for
+from tdx.kernels.product import blocks_for, least_us
 from tdx.kernels.reduced_product import ReducedProduct
 from tdx.kernels.scattered_rows import sum_tile, wait_each
+from tdx.kernels.select import engines_us
 from tdx.kernels.tile_product import known
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
@@ -25,21 +27,9 @@ from tdx.runtime.driver.base import Bound
 if TYPE_CHECKING:
     from tdx.kernels.matmul_reduce_scatter import Fused
 
-__all__ = ["bind_library_sums"]
+__all__ = ["LibrarySums", "bind_library_sums"]
 
 _WIDTH = 64  # most columns of a tile that are added at a time
-
-
-@triton.jit(do_not_specialize=["owner", "chunks", "tiles", "last_tiles"])
-def done_kernel(finished, world, owner, chunks, tiles, last_tiles):
-    """All tiles of all chunks of `owner` are finished; the last chunk may have fewer."""
-    me = tdl.rank(world)
-    lanes = tl.arange(0, 32)
-    for first in range(0, chunks, 32):
-        chunk = first + lanes
-        signals = finished + owner * chunks + tl.minimum(chunk, chunks - 1)
-        count = tl.where(chunk == chunks - 1, last_tiles, tiles)
-        tdl.notify(signals, me, world, count, op="add", when=chunk < chunks)
 
 
 @triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
@@ -91,80 +81,103 @@ def sum_kernel(
 def bind_library_sums(
     plan: ReducedProduct, fused: Fused, sizes: Sequence[int], steps: tuple[int, int],
     bias: np.dtype, aligned: bool,
-) -> _LibrarySums | None:  # fmt: skip
-    """What is called as fused_kernel; None if that is to run.
+) -> LibrarySums | None:  # fmt: skip
+    """What is called as fused_kernel, and sends; None if that is to run.
 
     `sizes`, `steps`: see Product; `bias`: its type; `aligned`: what cuBLAS reads begins at
     multiples of 16 bytes.
     """
-    group, own = plan.group, plan.partial_product
+    group, own, push = plan.group, plan.partial_product, fused.push
     whole, n, k, *strides = sizes
     reason, config = "", plan.config
     if n * config.block_m >= 1 << 31:
         return None  # our kernel says so
-    if fused.push is None:
+    if push is None:
         reason = "there is nothing to send"
     elif whole != group.size * fused.rows:
         reason = f"{whole} rows are no multiple of the {group.size} ranks"
-    if reason:
+    if push is None or reason:
         if plan.product.library:
             raise refused(f'{reason}; "unfused" takes it')
         return None
-    begin = fused.rows * strides[0] * plan.dtype.itemsize  # bytes to the next rank's rows of a
-    part = fused.rows * n * own.out_dtype.itemsize
-    scales = 4 * fused.rows * steps[0]
-    aligned = aligned and not any(x % 16 for x in (begin, part, scales))
+    chunks = len(fused.counts)
+    parts = _parts(fused)
+    rows = fused.rows // parts
+    begin = rows * strides[0] * plan.dtype.itemsize  # bytes to the next rows of a
+    made = rows * n * own.out_dtype.itemsize
+    scales = 4 * rows * steps[0]
+    aligned = aligned and not any(x % 16 for x in (begin, made, scales))
     multiply = library_product(
-        plan.world, own, plan.pinned, (fused.rows, n, k, *strides), steps, plan.dtype, aligned,
-        own.scaled,  # of other types our kernel, which adds as it multiplies, is faster
+        plan.world, own, plan.pinned, (rows, n, k, *strides), steps, plan.dtype, aligned,
+        own.scaled or _gains(plan, fused.rows, n, k),
     )  # fmt: skip
     if multiply is None:
         return None
     plan.use(multiply.memory)
-    partials, outgoing, finished, *others, handle = fused.shared
-    order = [(group.rank + hop) % group.size for hop in range(1, group.size + 1)]  # own rows last
-    tell = [
-        plan.bind(
-            done_kernel, 1, (), finished, handle, rank, len(fused.counts), fused.counts[0],
-            fused.counts[-1], num_warps=1,
-        )
-        for rank in order[:-1]
-    ]  # fmt: skip
+    partials, outgoing, _, *others, handle = fused.shared
     tiles = config.tiles(fused.rows, n)
-    blocks = blocks_for(plan.world, tiles, fused.push.blocks)
     add = plan.bind(
-        sum_kernel, blocks, (plan.product.out_dtype, bias),
-        partials, outgoing, *others, handle, fused.rows, whole, n, len(fused.counts),
+        sum_kernel, blocks_for(plan.world, tiles, push.blocks), (plan.product.out_dtype, bias),
+        partials, outgoing, *others, handle, fused.rows, whole, n, chunks,
         BM=config.block_m, BN=config.block_n, WIDTH=min(_WIDTH, config.block_n),
         EVEN=n % 16 == 0, CHUNK=fused.chunk,
         OWN_CHUNK=fused.own_chunk, num_warps=config.num_warps, **plan.product.constants,
     )  # fmt: skip
-    return _LibrarySums(multiply, order, tell, add, outgoing, (begin, part, scales))
+    order = [(group.rank + hop) % group.size for hop in range(1, group.size + 1)]  # own rows last
+    turns = [
+        (rank, rank * parts + part, range(part * chunks // parts, (part + 1) * chunks // parts))
+        for rank in order
+        for part in range(parts)
+    ]
+    return LibrarySums(multiply, group.rank, turns, push, add, outgoing, (begin, made, scales))
 
 
-class _LibrarySums:
-    """The products for all ranks in `order`, and the sum."""
+def _gains(plan: ReducedProduct, rows: int, n: int, k: int) -> bool:
+    """Whether cuBLAS, after which a kernel adds, beats ours, which adds as it multiplies.
+
+    Of several peers, as measured on four H100s, if it hides what is sent to them.
+    """
+    backend, size = plan.world.backend, plan.group.size
+    if size == 2 or backend != "cuda":
+        return False
+    sending = engines_us(backend, (size - 1) * rows * n * plan.partial_dtype.itemsize)
+    multiplying = least_us(plan.world, plan.dtype.itemsize, size * rows, n, k)
+    return sending < multiplying
+
+
+def _parts(fused: Fused) -> int:
+    """Products of the rows of one rank: the first rows travel while the next are multiplied."""
+    return 2 if fused.rows % (2 * fused.chunk) == 0 else 1
+
+
+class LibrarySums:
+    """The products for all ranks, in `turns`, each followed by its copies, and the sum.
+
+    A turn has a rank, the number of the rows among all, and their chunks.
+    """
 
     def __init__(
-        self, multiply: LibraryProduct, order: Sequence[int], tell: Sequence[Bound], add: Bound,
-        outgoing: Array, parts: tuple[int, int, int],
+        self, multiply: LibraryProduct, rank: int, turns: Sequence[tuple[int, int, range]],
+        push: CopyPush, add: Bound, outgoing: Array, steps: tuple[int, int, int],
     ):  # fmt: skip
-        self._multiply, self._order, self._tell, self._add = multiply, order, tell, add
-        self._outgoing, self._parts = outgoing, parts
+        self._multiply, self._rank, self._turns = multiply, rank, turns
+        self._push, self._add, self._outgoing, self._steps = push, add, outgoing, steps
 
     def __call__(
         self, stream: int, a: Operand, b: Operand, scale_a: Operand, scale_b: Operand, c: Operand,
         bias: Operand,
     ) -> None:  # fmt: skip
         """Queue them."""
-        begin, part, scales = self._parts
-        for i, rank in enumerate(self._order):
+        begin, made, scales = self._steps
+        self._push.begin(stream)
+        for rank, at, chunks in self._turns:
             self._multiply.at(
-                stream, a.address + rank * begin, b.address, self._outgoing._address + rank * part,
-                0, scale_a.address + rank * scales, scale_b.address,
+                stream, a.address + at * begin, b.address, self._outgoing._address + at * made,
+                0, scale_a.address + at * scales, scale_b.address,
             )  # fmt: skip
-            if i < len(self._tell):
-                self._tell[i](stream)
+            if rank != self._rank:
+                self._push.send(stream, rank, chunks)
+        self._push.rest(c)
         self._add(stream, c, bias)
 
     def prepare(self, *operands: Operand) -> None:

@@ -17,7 +17,7 @@ low_latency
          The same for the fewest rows, as words of data and flag: see low_latency_product.py. Up to
          16 ranks, 4 MiB of partial sums for a rank; chosen for two.
 
-cuBLAS may multiply for "fused", of float8, and "unfused": see library_sums.py.
+cuBLAS may multiply for "unfused", and "fused" of float8 or several peers: see library_sums.py.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for
 one Config are the same on every run and for all algorithms: each partial is one block's sum over
@@ -37,7 +37,7 @@ import triton.language as tl
 
 import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush, enter_kernel
-from tdx.kernels.library_sums import bind_library_sums
+from tdx.kernels.library_sums import LibrarySums, bind_library_sums
 from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import Config, blocks_for, least_us
@@ -341,7 +341,7 @@ class Fused:
         """Queue a call."""
         multiply.prepare(*ops)  # while nobody waits for it yet
         self._enter(handle)
-        if self.push is not None:
+        if self.push is not None and not isinstance(multiply, LibrarySums):
             self.push.start(handle, ops[4])
         multiply(handle, *ops)
         if self.push is not None:

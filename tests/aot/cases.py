@@ -290,11 +290,6 @@ CASES = {
         {},
         {"num_warps": 1},
     ),
-    "done": (
-        "library_sums.done_kernel",
-        {"finished": "*i32", "world": "world",
-         **dict.fromkeys(("owner", "chunks", "tiles", "last_tiles"), "i32")}, {}, {"num_warps": 1},
-    ),
     "sum": _summed(),
     "sum-whole": _summed(512),
     "take": _take(),

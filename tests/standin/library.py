@@ -212,14 +212,14 @@ def plans_with_cublas(rank: Rank) -> None:
         else:
             _, x, (call,) = run(tdx.AllGatherMatmul, 16, "unfused", dtype)
             assert (call["rows"], call["depth"], call["columns"]) == (16 * size, k, n)
-        for kind, algorithm in (
-            (tdx.MatmulReduceScatter, "fused"), (tdx.MatmulAllReduce, "copy_engine"),
+        for kind, algorithm, parts in (
+            (tdx.MatmulReduceScatter, "fused", 2), (tdx.MatmulAllReduce, "copy_engine", 1),
         ):  # fmt: skip
-            plan, x, calls = run(kind, rows * size, algorithm, dtype)
+            plan, x, calls = run(kind, parts * rows * size, algorithm, dtype)
             outgoing = plan._way.shared[1].data_ptr()
-            owners = [*order[1:], me]
-            assert [c["a"] for c in calls] == [x.data_ptr() + r * rows * k * width for r in owners]
-            assert [c["c"] for c in calls] == [outgoing + r * rows * n * 2 for r in owners]
+            owned = [r * parts + part for r in [*order[1:], me] for part in range(parts)]
+            assert [c["a"] for c in calls] == [x.data_ptr() + r * rows * k * width for r in owned]
+            assert [c["c"] for c in calls] == [outgoing + r * rows * n * 2 for r in owned]
         for kind in (tdx.MatmulReduceScatter, tdx.MatmulAllReduce):
             plan, x, (call,) = run(kind, 16, "unfused", dtype)
             assert (call["a"], call["c"]) == (x.data_ptr(), plan._way._sums.data_ptr())
@@ -258,5 +258,29 @@ def plans_with_cublas(rank: Rank) -> None:
         shapes = (1024, depths[me]), (depths[me], 4096)
         plan = tdx.MatmulReduceScatter(world, *shapes, "bfloat16")
         assert plan.algorithm == algorithm, depths
+    tdx.config.cublas = chosen
+    world.close()
+
+
+@scenario(3)
+def sums_of_several_peers(rank: Rank) -> None:
+    """By cuBLAS, where the product hides what is sent: as each rank's K says."""
+    import tdx
+
+    library = Library()
+    world = rank.init()
+    chosen, tdx.config.cublas = tdx.config.cublas, True
+    rows, n = 1024, 4096
+    for depths, wanted in (((4096,) * 3, 3), ((1024,) * 3, 0), ((1024, 4096, 1024), (0, 3, 0))):
+        k = depths[world.rank]
+        plan = tdx.MatmulReduceScatter(
+            world, (3 * rows, k), (k, n), "bfloat16", algorithm="fused", buffer=False
+        )
+        out = world.zeros((rows, n), "bfloat16", symmetric=False)
+        x, y = (world.zeros(s, "bfloat16", symmetric=False) for s in ((3 * rows, k), (k, n)))
+        plan(x, y, out)
+        found = len(list(library.calls()))
+        assert found == (wanted if isinstance(wanted, int) else wanted[world.rank]), depths
+        world.barrier()
     tdx.config.cublas = chosen
     world.close()
