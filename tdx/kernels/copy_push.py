@@ -10,13 +10,13 @@ is common to all a chunk at a time): so each link carries one rank's rows, which
 fastest, and rows of one rank are there before those of the next begin to come. Chunks take turns on
 two streams: a signal behind a chunk takes a while, in which the other stream copies.
 
-Kernels of others, which tell nothing, make data too: then waits for all peers' credits come first,
-and copies follow a kernel in order of streams.
+cuBLAS tells nothing, and a kernel that waits would take a multiprocessor from it: the waits for all
+peers' credits come first then, and copies follow a product in order of streams.
 
-Copies cannot look at faults. When a wait was given up no new signal follows them, and before them
-the peer's signals from this rank are taken back. Who has read what they write waits for all of its
-signals once more, at the end of the kernel or in one behind it: either they are still there, and
-what was read was that of its own call, or the wait is in vain and its rank has a fault as well.
+Copies cannot look at faults. When a wait was given up no new signal for that peer follows them, and
+before them its signals from this rank are taken back. Who has read what they write waits for all of
+its signals once more, at the end of the kernel or in one behind it: either they are still there,
+and what was read was that of its own call, or the wait is in vain and its rank has a fault as well.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class CopyPush:
             )  # fmt: skip
             if chunk < len(counts):
                 self._work.append((side, grant(counts[chunk])))
-            if chunk < len(streams) and behind is None:
-                self._credits.append((side, grant(0)))
+            if chunk < len(streams):
+                self._credits.append((side, grant(0) if any(counts) else self._work[-1][1]))
             copies = self._copies[peer, chunk] = []
             for array, offset, source, begin, nbytes in pieces(peer, chunk):
                 place = array.peer(group.ranks[peer])._address + offset
@@ -199,7 +199,7 @@ class CopyPush:
         return self._beside.streams[-1].handle
 
     def begin(self, stream: int) -> None:
-        """Wait for credits only, beside `stream`: `send` is to queue the copies, then `rest`."""
+        """Queue waits for credits; `send` is to queue the copies, then `rest` what is behind."""
         self._beside.fork(stream)
         self._queue(self._credits)
 
@@ -209,9 +209,11 @@ class CopyPush:
         for chunk in chunks:
             self._queue(self._copies[peer, chunk])
 
-    def rest(self, x: Operand) -> None:
-        """Queue what is behind this one; `x` as `start` has it."""
-        self._queue(self._behind, x)
+    def rest(self, stream: int, x: Operand) -> None:
+        """Queue what is behind this one, also behind `stream`; `x` as `start` has it."""
+        if self._behind:
+            self._beside.fork(stream)
+            self._queue(self._behind, x)
 
     def _queue(self, items: Iterable[_Work], x: Operand | None = None) -> None:
         base, keep = (0, None) if x is None else (x.address, x.owner)

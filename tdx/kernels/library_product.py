@@ -1,7 +1,7 @@
 """Products by cuBLAS, where it is installed and faster than the kernels here.
 
 They are what an operation runs beside its communication in place of its own product: of all rows,
-or of the rows of one rank, whose arrival a small kernel awaits, or whose end another one tells.
+or of rows of one rank, whose arrival a small kernel awaits, or which copies follow.
 cuBLAS takes no notice of faults: what such a product has stored after one is of no use.
 
 A rank takes it for the operands that it gets: what it sends, and when, does not depend on it. A

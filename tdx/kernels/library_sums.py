@@ -32,20 +32,29 @@ __all__ = ["LibrarySums", "bind_library_sums"]
 _WIDTH = 64  # most columns of a tile that are added at a time
 
 
-@triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
+@triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks", "tiles", "last_tiles"])
 def sum_kernel(
-    c, bias, partials, outgoing, made, signals, credit, epoch, world, rows, whole,
-    columns, chunks, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
+    c, bias, partials, outgoing, finished, made, signals, credit, epoch, world, rows, whole,
+    columns, chunks, tiles, last_tiles, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr,
     OWN_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Add the own tiles in `outgoing` and the peers' in `partials` as they arrive.
 
-    c, rows, whole, chunks, CHUNK and OWN_CHUNK: as fused_kernel has them.
+    c, rows, whole, chunks, CHUNK and OWN_CHUNK: as fused_kernel has them. Counts what that would
+    count in `finished`, `tiles` for each chunk but the last, as calls of it may follow.
     """
     columns = known(columns, EVEN)
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
+    if tl.program_id(0) == 0:
+        lanes = tl.arange(0, 32)
+        for first in range(0, ranks * chunks, 32):
+            word = first + lanes
+            count = tl.where(word % chunks == chunks - 1, last_tiles, tiles)
+            peers = (word < ranks * chunks) & (word // chunks != me)
+            word = tl.minimum(word, ranks * chunks - 1)
+            tdl.notify(finished + word, me, world, count, op="add", when=peers)
     sound = tdl.no_fault(world)
     tiles_n = tl.cdiv(columns, BN)
     part = me.to(tl.int64) * rows
@@ -109,16 +118,17 @@ def bind_library_sums(
     aligned = aligned and not any(x % 16 for x in (begin, made, scales))
     multiply = library_product(
         plan.world, own, plan.pinned, (rows, n, k, *strides), steps, plan.dtype, aligned,
-        own.scaled or _gains(plan, fused.rows, n, k),
+        own.scaled or _gains(plan, fused, n, k),
     )  # fmt: skip
     if multiply is None:
         return None
     plan.use(multiply.memory)
-    partials, outgoing, _, *others, handle = fused.shared
-    tiles = config.tiles(fused.rows, n)
+    outgoing = fused.shared[1]
+    # Where a kernel that waits takes all multiprocessors signals behind copies may not come (H100)
+    blocks = blocks_for(plan.world, config.tiles(fused.rows, n), push.blocks)
     add = plan.bind(
-        sum_kernel, blocks_for(plan.world, tiles, push.blocks), (plan.product.out_dtype, bias),
-        partials, outgoing, *others, handle, fused.rows, whole, n, chunks,
+        sum_kernel, blocks, (plan.product.out_dtype, bias),
+        *fused.shared, fused.rows, whole, n, chunks, fused.counts[0], fused.counts[-1],
         BM=config.block_m, BN=config.block_n, WIDTH=min(_WIDTH, config.block_n),
         EVEN=n % 16 == 0, CHUNK=fused.chunk,
         OWN_CHUNK=fused.own_chunk, num_warps=config.num_warps, **plan.product.constants,
@@ -132,17 +142,18 @@ def bind_library_sums(
     return LibrarySums(multiply, group.rank, turns, push, add, outgoing, (begin, made, scales))
 
 
-def _gains(plan: ReducedProduct, rows: int, n: int, k: int) -> bool:
+def _gains(plan: ReducedProduct, fused: Fused, n: int, k: int) -> bool:
     """Whether cuBLAS, after which a kernel adds, beats ours, which adds as it multiplies.
 
-    Of several peers, as measured on four H100s, if it hides what is sent to them.
+    Of several peers, as measured on four H100s, if it hides what is sent to them. Not if sums are
+    gathered, which ours does while it multiplies the other own rows.
     """
     backend, size = plan.world.backend, plan.group.size
-    if size == 2 or backend != "cuda":
+    if size == 2 or backend != "cuda" or fused.own_chunk:
         return False
-    sending = engines_us(backend, (size - 1) * rows * n * plan.partial_dtype.itemsize)
-    multiplying = least_us(plan.world, plan.dtype.itemsize, size * rows, n, k)
-    return sending < multiplying
+    sent = (size - 1) * fused.rows * n * plan.partial_dtype.itemsize
+    multiplying = least_us(plan.world, plan.dtype.itemsize, size * fused.rows, n, k)
+    return engines_us(backend, sent) < multiplying
 
 
 def _parts(fused: Fused) -> int:
@@ -177,7 +188,7 @@ class LibrarySums:
             )  # fmt: skip
             if rank != self._rank:
                 self._push.send(stream, rank, chunks)
-        self._push.rest(c)
+        self._push.rest(stream, c)
         self._add(stream, c, bias)
 
     def prepare(self, *operands: Operand) -> None:

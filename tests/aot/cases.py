@@ -139,8 +139,9 @@ def _summed(own_chunk: int = 0):
               "EVEN": True, "CHUNK": 512, "OWN_CHUNK": own_chunk}  # fmt: skip
     types = {
         **dict.fromkeys(("c", "bias", "partials", "outgoing"), "*bf16"),
-        **dict.fromkeys(("made", "signals", "credit", "epoch"), "*i32"),
-        "world": "world", **dict.fromkeys(("rows", "whole", "columns", "chunks"), "i32"),
+        **dict.fromkeys(("finished", "made", "signals", "credit", "epoch"), "*i32"),
+        "world": "world",
+        **dict.fromkeys(("rows", "whole", "columns", "chunks", "tiles", "last_tiles"), "i32"),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
     return "library_sums.sum_kernel", types, values, {"num_warps": 8}

@@ -144,13 +144,17 @@ def products_are_loaded_before_kernels_wait_for_them(rank: Rank) -> None:
     def loaded() -> int:
         return rank.fake.calls()["cuModuleLoadData"]
 
-    def noting(push: Any, *args: Any) -> Any:
-        loads.append(loaded())
-        return start(push, *args)
+    def noting(begin: Any) -> Any:
+        def noted(push: Any, *args: Any) -> Any:
+            loads.append(loaded())
+            return begin(push, *args)
 
-    start, loads = CopyPush.start, []
+        return noted
+
+    loads: list[int] = []
     with rank.leaves_modules(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CopyPush, "start", noting)
+        for name in ("start", "begin"):
+            patch.setattr(CopyPush, name, noting(getattr(CopyPush, name)))
         world = rank.init()
         a, b = (world.zeros(s, "bfloat16", symmetric=False) for s in ((2048, 64), (64, 48)))
         for make, algorithm, rows, kernels in (
@@ -159,12 +163,15 @@ def products_are_loaded_before_kernels_wait_for_them(rank: Rank) -> None:
         ):
             plan = make(world, a.shape, b.shape, "bfloat16", algorithm=algorithm)
             memory = world.zeros((rows * 48 + 1,), "bfloat16", symmetric=False)
+            asked = make(world, a.shape, b.shape, "bfloat16", algorithm=algorithm, library=True)
             for out in (memory[:-1], memory[1:]):
                 before = loaded()
                 plan(a, b, out=out.reshape((rows, 48)))
                 assert loads.pop() == loaded() == before + kernels * (out.data_ptr() % 16 > 0)
+                asked(a, b, out=out.reshape((rows, 48)))
+                assert loads.pop() == loaded() > 0
         world.close()
-        del a, b, plan, memory, out
+        del a, b, plan, asked, memory, out
 
 
 @scenario(1, 2)

@@ -18,6 +18,7 @@ from tdx.kernels.matmul import Config
 from tdx.runtime.errors import PeerLost, PeerTimeout, TdxError
 from tests.helpers.blocks import copy_engines, many_blocks
 from tests.helpers.cases import host_only, isolated, limit, worlds
+from tests.helpers.stand_in import by_stand_in
 
 TIMEOUT_S = 0.4
 SHAPE = (32, 64)
@@ -100,17 +101,19 @@ BY_COPY_ENGINES = pytest.mark.parametrize(
      (tdx.MatmulAllReduce, "copy_engine")],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip
+BY_WHOM = pytest.mark.parametrize("library", [False, True], ids=["own", "library"])
 
 
 @isolated
 @worlds(2)
 @limit(30)
+@BY_WHOM
 @BY_COPY_ENGINES
-def case_copy_engines_send_no_signals(comm, backend, make, algorithm):
+def case_copy_engines_send_no_signals(comm, backend, make, algorithm, library):
     """Their copies go out; but the late rank finds the signals of its last call taken back."""
     world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
     shape = (128, 64)
-    with many_blocks(), copy_engines():  # and so several chunks
+    with many_blocks(), copy_engines(), by_stand_in(library):  # and so several chunks
         config = Config(16, 16, 16)
         plan = make(world, shape, (64, 16), "float32", algorithm=algorithm, config=config)
     x, y = world.zeros(shape, "float32"), world.zeros((64, 16), "float32")
@@ -172,11 +175,12 @@ def case_copy_engines_send_only_what_was_reduced(comm, backend):
 @worlds(4)
 @limit(30)
 @pytest.mark.parametrize("late", [1, 3])
+@BY_WHOM
 @BY_COPY_ENGINES
-def case_who_is_late_is_named(comm, backend, make, algorithm, late):
+def case_who_is_late_is_named(comm, backend, make, algorithm, library, late):
     """Not those whose copies wait for it."""
     world = tdx.init(comm, backend=backend, timeout_s=1)
-    with many_blocks(), copy_engines():
+    with many_blocks(), copy_engines(), by_stand_in(library):
         plan = make(world, (128, 64), (64, 16), "float32", algorithm=algorithm)
     x, y = world.zeros((128, 64), "float32"), world.zeros((64, 16), "float32")
     plan(x, y)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 import tdx
-from tdx.kernels import library_chunks, library_sums
 from tdx.kernels.library_product import may_multiply
-from tdx.kernels.matmul import Config, bind_matmul
+from tdx.kernels.matmul import Config
 from tdx.kernels.product import Product
 from tdx.runtime.errors import CollectiveMismatch, InvalidArgument, Unsupported
 from tests.helpers.blocks import copy_engines, many_blocks
 from tests.helpers.cases import host_only, isolated, limit, skip, worlds
 from tests.helpers.reference import assert_same_bits, product, values
+from tests.helpers.stand_in import by_stand_in
 
 F8 = "float8_e4m3fn"
 RELATIVE = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-5}
@@ -210,78 +208,70 @@ def case_chosen_where_it_is_faster(world, function):
     world.barrier()
 
 
-class StandIn:
-    """A kernel of tdx, called with addresses as a LibraryProduct is."""
-
-    memory = ()
-
-    def __init__(self, world, product, sizes, steps):
-        config = Config(16, 32, 64, num_warps=4)
-        others = (product.out_dtype, product.bias_dtype, *[product.scale_dtype] * 2)
-        self._run = bind_matmul(world, product, config, sizes, steps, False, others, ())
-
-    def at(self, stream, a, *places):
-        self._run(stream, *(SimpleNamespace(address=x or a, owner=None) for x in (a, *places)))
-
-    def prepare(self, *operands):
-        self._run.prepare(*(SimpleNamespace(address=1 << 20, owner=None) for _ in range(6)))
-
-
 @worlds(2, 3)
 @limit(120)
-@pytest.mark.parametrize("dtype", ["float32", F8])
+@pytest.mark.parametrize("dtype", ["float32", "float16", F8])
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     [("AllGatherMatmul", "fused"), ("MatmulReduceScatter", "fused"),
      ("MatmulAllReduce", "copy_engine")],
 )  # fmt: skip
 def case_what_runs_beside_it(world, kind, algorithm, dtype):
-    """Copies, signals and sums, with a kernel of tdx in its place: many calls, replays, chunks."""
+    """Copies, signals and sums, with a kernel of tdx in its place: many calls, replays, chunks.
 
-    def stand_in(world, product, config, sizes, steps, bias, aligned, pays):
-        made.append(sizes)
-        return StandIn(world, product, sizes, steps)
-
+    In turn with the kernel that multiplies what cuBLAS does not take, as other ranks still do.
+    """
     size, rank, (k, n) = world.size, world.rank, (32, 80)
-    gathers, f8, made = kind == "AllGatherMatmul", dtype == F8, []
-    rows = 64 if kind == "MatmulReduceScatter" else 48
-    products = 2 if rows == 64 and world.backend == "host" else 1  # there rows have two chunks
+    gathers, f8 = kind == "AllGatherMatmul", dtype == F8
+    rows = 48 if gathers else 64
+    products = 2 if not gathers and world.backend == "host" else 1  # there rows have two chunks
     shape = (rows if gathers else rows * size, k)
     out_dtype = "bfloat16" if f8 else dtype
-    with pytest.MonkeyPatch.context() as patch, many_blocks(), copy_engines():
-        for module in (library_chunks, library_sums):
-            patch.setattr(module, "library_product", stand_in)
-        plan = getattr(tdx, kind)(world, shape, (k, n), dtype, algorithm=algorithm, bias=True)
-    assert made == [(rows // products, n, k, k, 1, n, 1)]
-    z = values(7, n, out_dtype)
-    bias, loaded = world.array(z, symmetric=False), []
-    for salt in range(6):
-        parts = [values(r, shape, dtype, salt) for r in range(size)]
-        weights = [values(r, (k, n), dtype, 50 + salt) for r in range(size)]
-        factors = [0.5 * (1 + r) if f8 else 1.0 for r in range(size)]
-        if gathers:
-            sums = [factors[r] * product(parts[r], weights[rank]) for r in range(size)]
-            wanted = np.concatenate(sums)
-        else:
-            wanted = sum(factors[r] * product(parts[r], weights[r]) for r in range(size))
-        if kind == "MatmulReduceScatter":
-            wanted = wanted[rank * rows : (rank + 1) * rows]
-        x, y = (world.array(each[rank], symmetric=False) for each in (parts, weights))
-        loaded.append((x, y, wanted + z.astype(np.float64)))
-    scales = {"scale_a": 1.0 + rank, "scale_b": 0.5} if f8 else {}
-    outs = [world.empty(loaded[0][2].shape, out_dtype, symmetric=False) for _ in loaded]
-    for (x, y, _), out in zip(loaded, outs, strict=True):
-        plan(x, y, out, bias=bias, **scales)
-    for (_, _, wanted), out in zip(loaded, outs, strict=True):
-        close(out, wanted, out_dtype)
-    held = [world.empty(op.shape, op.dtype, symmetric=False) for op in loaded[0][:2]]
-    with tdx.graph(world) as graph:
-        plan(*held, outs[0], bias=bias, **scales)
-    for x, y, wanted in loaded:
-        held[0].copy_from(x)
-        held[1].copy_from(y)
-        graph.replay()
-        close(outs[0], wanted, out_dtype)
+    options = {"partial_dtype": "float32"} if dtype == "float16" and not gathers else {}
+    with many_blocks(), copy_engines(), by_stand_in() as made:
+        plan = getattr(tdx, kind)(
+            world, shape, (k, n), dtype, algorithm=algorithm, bias=True, **options
+        )
+        assert made == [(rows // products, n, k, k, 1, n, 1)]
+        z = values(7, n, out_dtype)
+        bias, loaded = world.array(z, symmetric=False), []
+        heights = [1.0 + np.arange(shape[0]) % 3 * (r + 1) for r in range(size)]  # scales of rows
+        widths = 0.5 + np.arange(n) % 2
+        for salt in range(6):
+            parts = [values(r, shape, dtype, salt) for r in range(size)]
+            weights = [values(r, (k, n), dtype, 50 + salt) for r in range(size)]
+            if gathers:
+                factors = [0.5 * (1 + r) if f8 else 1.0 for r in range(size)]
+                sums = [factors[r] * product(parts[r], weights[rank]) for r in range(size)]
+                wanted = np.concatenate(sums)
+            else:
+                factors = [h[:, None] * widths if f8 else 1.0 for h in heights]
+                wanted = sum(factors[r] * product(parts[r], weights[r]) for r in range(size))
+            if kind == "MatmulReduceScatter":
+                wanted = wanted[rank * rows : (rank + 1) * rows]
+            x, y = (world.array(each[rank], symmetric=False) for each in (parts, weights))
+            if (salt + rank) % 3 == 2:  # does not begin at a multiple of 16 bytes
+                memory = world.empty((x.size + 1,), dtype, symmetric=False)
+                x = memory[1:].reshape(shape).copy_from(x)
+            loaded.append((x, y, wanted + z.astype(np.float64)))
+        scales = {"scale_a": 1.0 + rank, "scale_b": 0.5} if f8 else {}
+        if f8 and not gathers:
+            given = (heights[rank].astype(np.float32), widths.astype(np.float32))
+            left, right = (world.array(each, symmetric=False) for each in given)
+            scales = {"scale_a": left, "scale_b": right}
+        outs = [world.empty(loaded[0][2].shape, out_dtype, symmetric=False) for _ in loaded]
+        for (x, y, _), out in zip(loaded, outs, strict=True):
+            plan(x, y, out, bias=bias, **scales)
+        for (_, _, wanted), out in zip(loaded, outs, strict=True):
+            close(out, wanted, out_dtype)
+        held = [world.empty(op.shape, op.dtype, symmetric=False) for op in loaded[0][:2]]
+        with tdx.graph(world) as graph:
+            plan(*held, outs[0], bias=bias, **scales)
+        for x, y, wanted in loaded:
+            held[0].copy_from(x)
+            held[1].copy_from(y)
+            graph.replay()
+            close(outs[0], wanted, out_dtype)
     world.barrier()
 
 
