@@ -176,7 +176,7 @@ class CopyPush:
             )  # fmt: skip
             if chunk < len(counts):
                 self._work.append((side, grant(counts[chunk])))
-            if chunk < len(streams):
+            if chunk < len(streams) and behind is None:
                 self._credits.append((side, grant(0) if any(counts) else self._work[-1][1]))
             copies = self._copies[peer, chunk] = []
             for array, offset, source, begin, nbytes in pieces(peer, chunk):

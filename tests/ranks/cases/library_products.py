@@ -221,13 +221,15 @@ def case_what_runs_beside_it(world, kind, algorithm, dtype):
 
     In turn with the kernel that multiplies what cuBLAS does not take, as other ranks still do.
     """
-    size, rank, (k, n) = world.size, world.rank, (32, 80)
+    size, rank, (k, n) = world.size, world.rank, (32, 16 if kind == "MatmulAllReduce" else 80)
     gathers, f8 = kind == "AllGatherMatmul", dtype == F8
-    rows = 48 if gathers else 64
-    products = 2 if not gathers and world.backend == "host" else 1  # there rows have two chunks
+    rows = {"AllGatherMatmul": 48, "MatmulReduceScatter": 64}.get(kind, 368)  # 12 chunks, one short
+    products = 2 if rows == 64 and world.backend == "host" else 1  # there it is two chunks
     shape = (rows if gathers else rows * size, k)
     out_dtype = "bfloat16" if f8 else dtype
     options = {"partial_dtype": "float32"} if dtype == "float16" and not gathers else {}
+    if kind == "MatmulAllReduce":
+        options["config"] = Config(16, 32, 32)
     with many_blocks(), copy_engines(), by_stand_in() as made:
         plan = getattr(tdx, kind)(
             world, shape, (k, n), dtype, algorithm=algorithm, bias=True, **options
