@@ -4,10 +4,11 @@
     tdx run -n 4 --backend cuda -m tests.gpu.fused_times matmul_reduce_scatter 2048,4096,7168
 
 For each shape M, N, K as `tdx bench` takes them: microseconds in a graph, taken in turn, of
-torch.mm alone where PyTorch is installed, of the unfused algorithm, of what is chosen, and of tiles
-of 64, 128 and 256 columns; all-gathers in 1, 2 and 4 chunks a rank, or in one kernel with 4 to 16
-blocks that push; reductions that send 256 to 2048 rows at a time. Where the model of
-tdx/kernels/tiles.py and select.py comes from.
+torch.mm alone where PyTorch is installed, of the unfused algorithm, of what is chosen, of sums by
+cuBLAS where it is installed, and of tiles of 64, 128 and 256 columns; all-gathers in 1, 2 and 4
+chunks a rank, or in one kernel with 4 to 16 blocks that push; reductions that send 256 to 2048 rows
+at a time, and by all algorithms that take the shape. Where the model of tdx/kernels/tiles.py and
+select.py comes from.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from functools import partial
 from typing import Any
 
 import tdx
+from tdx.kernels.library_product import may_multiply
 from tdx.kernels.select import CONSTANTS, shared_bytes
 from tdx.kernels.tiles import Config
 from tdx.runtime.dtypes import resolve
+from tdx.runtime.errors import InvalidArgument, Unsupported
 from tdx.tools.comparison import Comparison
 from tdx.tools.peers import open_peers
 from tdx.tools.reference import Gathered, Summands
@@ -102,15 +105,22 @@ def _sums(
     make = partial(_SUMS[operation], world, a.shape, b.shape, _DTYPE, buffer=False)
     compared = Comparison(world, row, 10)
     compared.peers(peers.products.matmul(a, b, product.out), product)
+    fused = _FUSED[operation]
     for algorithm in _SUMS[operation].algorithms:
-        plan = make(algorithm=algorithm)
+        try:
+            plan = make(algorithm=algorithm, library=False if algorithm == fused else None)
+        except (InvalidArgument, Unsupported):
+            continue
         compared.ours(f"{algorithm} {plan.config}", partial(plan, a, b, result.out), result)
-    chosen = make(algorithm=_FUSED[operation]).config
+    chosen = make(algorithm=fused).config
+    if may_multiply(world, plan.partial_product, None):
+        plan = make(algorithm=fused, library=True)
+        compared.ours(f"{fused} by cuBLAS", partial(plan, a, b, result.out), result)
     usual = CONSTANTS[world.backend]
     for sent in _SENT_ROWS:
         CONSTANTS[world.backend] = replace(usual, scattered_rows=sent)
         for width in _WIDTHS:
-            plan = make(algorithm=_FUSED[operation], config=_tile(world, chosen, width))
+            plan = make(algorithm=fused, config=_tile(world, chosen, width))
             compared.ours(
                 f"{width} columns, {plan._way.chunk} rows", partial(plan, a, b, result.out), result
             )
