@@ -198,10 +198,14 @@ class CopyPush:
         self._queue(self._behind, x)
         return self._beside.streams[-1].handle
 
-    def begin(self, stream: int) -> None:
-        """Queue waits for credits; `send` is to queue the copies, then `rest` what is behind."""
+    def begin(self, stream: int) -> int:
+        """Queue waits for credits; returns a stream of them.
+
+        `send` is to queue the copies, then `rest` what is behind.
+        """
         self._beside.fork(stream)
         self._queue(self._credits)
+        return self._beside.streams[-1].handle
 
     def send(self, stream: int, peer: int, chunks: Iterable[int]) -> None:
         """Queue the copies of `chunks` for `peer`, which what is queued on `stream` now makes."""

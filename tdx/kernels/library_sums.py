@@ -1,12 +1,13 @@
 """The products of "fused" by cuBLAS: rows of each other rank, which are sent, then the own ones.
 
-A kernel adds the ranks' partials of own rows, which cuBLAS rounds as our kernels do.
+A kernel adds the ranks' partials of own rows, which cuBLAS rounds as our kernels do; or these rows
+are left to our kernel, which adds as it multiplies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 import tdx.language as tdl
 from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.library_product import LibraryProduct, library_product, refused
-from tdx.kernels.operand import Operand
+from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import blocks_for, least_us
 from tdx.kernels.reduced_product import ReducedProduct
 from tdx.kernels.scattered_rows import sum_tile, wait_each
@@ -32,29 +33,36 @@ __all__ = ["LibrarySums", "bind_library_sums"]
 _WIDTH = 64  # most columns of a tile that are added at a time
 
 
-@triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks", "tiles", "last_tiles"])
+@triton.jit(do_not_specialize=["chunks", "tiles", "last_tiles"])
+def count_kernel(finished, world, chunks, tiles, last_tiles):
+    """Count as finished what fused_kernel computes for others, as calls of it may follow.
+
+    `tiles` for each chunk of a peer but the last.
+    """
+    me = tdl.rank(world)
+    ranks = tdl.num_ranks(world)
+    lanes = tl.arange(0, 32)
+    for first in range(0, ranks * chunks, 32):
+        word = first + lanes
+        count = tl.where(word % chunks == chunks - 1, last_tiles, tiles)
+        others = (word < ranks * chunks) & (word // chunks != me)
+        word = tl.minimum(word, ranks * chunks - 1)
+        tdl.notify(finished + word, me, world, count, op="add", when=others)
+
+
+@triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
 def sum_kernel(
-    c, bias, partials, outgoing, finished, made, signals, credit, epoch, world, rows, whole,
-    columns, chunks, tiles, last_tiles, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr,
-    OWN_CHUNK: tl.constexpr,
+    c, bias, partials, outgoing, made, signals, credit, epoch, world, rows, whole, columns, chunks,
+    BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr, OWN_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Add the own tiles in `outgoing` and the peers' in `partials` as they arrive.
 
-    c, rows, whole, chunks, CHUNK and OWN_CHUNK: as fused_kernel has them. Counts what that would
-    count in `finished`, `tiles` for each chunk but the last, as calls of it may follow.
+    c, rows, whole, chunks, CHUNK and OWN_CHUNK: as fused_kernel has them.
     """
     columns = known(columns, EVEN)
     me = tdl.rank(world)
     ranks = tdl.num_ranks(world)
-    if tl.program_id(0) == 0:
-        lanes = tl.arange(0, 32)
-        for first in range(0, ranks * chunks, 32):
-            word = first + lanes
-            count = tl.where(word % chunks == chunks - 1, last_tiles, tiles)
-            peers = (word < ranks * chunks) & (word // chunks != me)
-            word = tl.minimum(word, ranks * chunks - 1)
-            tdl.notify(finished + word, me, world, count, op="add", when=peers)
     sound = tdl.no_fault(world)
     tiles_n = tl.cdiv(columns, BN)
     part = me.to(tl.int64) * rows
@@ -88,17 +96,16 @@ def sum_kernel(
 
 
 def bind_library_sums(
-    plan: ReducedProduct, fused: Fused, sizes: Sequence[int], steps: tuple[int, int],
-    bias: np.dtype, aligned: bool,
-) -> LibrarySums | None:  # fmt: skip
+    plan: ReducedProduct, fused: Fused, layout: Sequence[Any]
+) -> LibrarySums | None:
     """What is called as fused_kernel, and sends; None if that is to run.
 
-    `sizes`, `steps`: see Product; `bias`: its type; `aligned`: what cuBLAS reads begins at
-    multiples of 16 bytes.
+    `layout`: of the operands; see Way.
     """
-    group, own, push = plan.group, plan.partial_product, fused.push
-    whole, n, k, *strides = sizes
-    reason, config = "", plan.config
+    given, steps, bias, _, aligned = layout
+    group, own, push, config = plan.group, plan.partial_product, fused.push, plan.config
+    whole, n, k, *strides = plan._sizes(given)
+    reason = ""
     if n * config.block_m >= 1 << 31:
         return None  # our kernel says so
     if push is None:
@@ -116,44 +123,62 @@ def bind_library_sums(
     made = rows * n * own.out_dtype.itemsize
     scales = 4 * rows * steps[0]
     aligned = aligned and not any(x % 16 for x in (begin, made, scales))
+    share = _share(plan, fused, n, k)
     multiply = library_product(
         plan.world, own, plan.pinned, (rows, n, k, *strides), steps, plan.dtype, aligned,
-        own.scaled or _gains(plan, fused, n, k),
+        share != "none",
     )  # fmt: skip
     if multiply is None:
         return None
     plan.use(multiply.memory)
-    outgoing = fused.shared[1]
-    # Where a kernel that waits takes all multiprocessors signals behind copies may not come (H100)
-    blocks = blocks_for(plan.world, config.tiles(fused.rows, n), push.blocks)
-    add = plan.bind(
-        sum_kernel, blocks, (plan.product.out_dtype, bias),
-        *fused.shared, fused.rows, whole, n, chunks, fused.counts[0], fused.counts[-1],
-        BM=config.block_m, BN=config.block_n, WIDTH=min(_WIDTH, config.block_n),
-        EVEN=n % 16 == 0, CHUNK=fused.chunk,
-        OWN_CHUNK=fused.own_chunk, num_warps=config.num_warps, **plan.product.constants,
-    )  # fmt: skip
-    order = [(group.rank + hop) % group.size for hop in range(1, group.size + 1)]  # own rows last
+    _, outgoing, finished, *_, handle = fused.shared
+    counts = fused.counts
+    count = plan.bind(
+        count_kernel, 1, (), finished, handle, chunks, counts[0], counts[-1], num_warps=1
+    )
+    others = share == "others"
+    last = fused.kernel(plan, layout, others=False) if others else _bind_sum(plan, fused, bias)
+    order = [(group.rank + hop) % group.size for hop in range(1, group.size + (not others))]
     turns = [
         (rank, rank * parts + part, range(part * chunks // parts, (part + 1) * chunks // parts))
         for rank in order
         for part in range(parts)
     ]
-    return LibrarySums(multiply, group.rank, turns, push, add, outgoing, (begin, made, scales))
+    return LibrarySums(
+        multiply, group.rank, turns, push, count, last, others, outgoing, (begin, made, scales)
+    )
 
 
-def _gains(plan: ReducedProduct, fused: Fused, n: int, k: int) -> bool:
-    """Whether cuBLAS, after which a kernel adds, beats ours, which adds as it multiplies.
+def _bind_sum(plan: ReducedProduct, fused: Fused, bias: np.dtype) -> Bound:
+    """sum_kernel. Its bound call takes c and the bias."""
+    config, (_, n) = plan.config, plan.shape_b
+    partials, outgoing, _, *others = fused.shared
+    beside = 0 if fused.push is None else fused.push.blocks
+    # Where a kernel that waits takes all multiprocessors signals behind copies may not come (H100)
+    blocks = blocks_for(plan.world, config.tiles(fused.rows, n), beside)
+    return plan.bind(
+        sum_kernel, blocks, (plan.product.out_dtype, bias), partials, outgoing, *others,
+        fused.rows, elements(plan.shape_a[:-1]), n, len(fused.counts),
+        BM=config.block_m, BN=config.block_n, WIDTH=min(_WIDTH, config.block_n),
+        EVEN=n % 16 == 0, CHUNK=fused.chunk, OWN_CHUNK=fused.own_chunk,
+        num_warps=config.num_warps, **plan.product.constants,
+    )  # fmt: skip
 
-    Of several peers, as measured on four H100s, if it hides what is sent to them. Not if sums are
-    gathered, which ours does while it multiplies the other own rows.
+
+def _share(plan: ReducedProduct, fused: Fused, n: int, k: int) -> str:
+    """What cuBLAS multiplies if it may: "all", rows of "others", or "none".
+
+    Our kernel adds own rows as it multiplies them, which gains, but for float8, if the products
+    hide what is sent. As measured on two and four H100s.
     """
     backend, size = plan.world.backend, plan.group.size
-    if size == 2 or backend != "cuda" or fused.own_chunk:
-        return False
+    if plan.product.scaled or backend != "cuda":
+        return "all"
     sent = (size - 1) * fused.rows * n * plan.partial_dtype.itemsize
     multiplying = least_us(plan.world, plan.dtype.itemsize, size * fused.rows, n, k)
-    return engines_us(backend, sent) < multiplying
+    if engines_us(backend, sent) < multiplying and (size > 2 or _parts(fused) > 1):
+        return "others"
+    return "none" if size == 2 or fused.own_chunk else "all"
 
 
 def _parts(fused: Fused) -> int:
@@ -162,25 +187,27 @@ def _parts(fused: Fused) -> int:
 
 
 class LibrarySums:
-    """The products for all ranks, in `turns`, each followed by its copies, and the sum.
+    """The products in `turns`, each of another rank's rows followed by its copies, and `last`.
 
-    A turn has a rank, the number of the rows among all, and their chunks.
+    A turn has a rank, the number of the rows among all, and their chunks. `last` is called with
+    what a call was given, if `others` only are multiplied, else with c and the bias.
     """
 
     def __init__(
         self, multiply: LibraryProduct, rank: int, turns: Sequence[tuple[int, int, range]],
-        push: CopyPush, add: Bound, outgoing: Array, steps: tuple[int, int, int],
+        push: CopyPush, count: Bound, last: Bound, others: bool, outgoing: Array,
+        steps: tuple[int, int, int],
     ):  # fmt: skip
         self._multiply, self._rank, self._turns = multiply, rank, turns
-        self._push, self._add, self._outgoing, self._steps = push, add, outgoing, steps
+        self._push, self._count, self._last = push, count, last
+        self._first = 0 if others else 4
+        self._outgoing, self._steps = outgoing, steps
 
-    def __call__(
-        self, stream: int, a: Operand, b: Operand, scale_a: Operand, scale_b: Operand, c: Operand,
-        bias: Operand,
-    ) -> None:  # fmt: skip
-        """Queue them."""
+    def __call__(self, stream: int, *operands: Operand) -> None:
+        """Queue them, for a, b, their scales, c and the bias."""
+        a, b, scale_a, scale_b, c, _ = operands
         begin, made, scales = self._steps
-        self._push.begin(stream)
+        self._count(self._push.begin(stream))
         for rank, at, chunks in self._turns:
             self._multiply.at(
                 stream, a.address + at * begin, b.address, self._outgoing._address + at * made,
@@ -189,8 +216,9 @@ class LibrarySums:
             if rank != self._rank:
                 self._push.send(stream, rank, chunks)
         self._push.rest(stream, c)
-        self._add(stream, c, bias)
+        self._last(stream, *operands[self._first :])
 
     def prepare(self, *operands: Operand) -> None:
-        """Load the kernel that adds."""
-        self._add.prepare(*operands[4:])
+        """Load the kernels."""
+        self._count.prepare()
+        self._last.prepare(*operands[self._first :])

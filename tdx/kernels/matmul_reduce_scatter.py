@@ -29,6 +29,7 @@ enters that call ("fused"), or into slots used in turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -66,14 +67,14 @@ _SHORT, _SHORT_OF_MANY, _FEW_BYTES = 3, 0.7, 12 << 20
 _FIRST = 256  # rows of a rank from which float8 is multiplied first, by cuBLAS; on two H100s
 _SIZES = [
     "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
-    "chunks",
+    "chunks", "first",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def fused_kernel(
     a, b, scale_a, scale_b, c, bias, partials, outgoing, finished, made, signals, credit, epoch,
-    world, rows, whole, columns, depth, stride_am, stride_ak, stride_bk, stride_bn, chunks,
+    world, rows, whole, columns, depth, stride_am, stride_ak, stride_bk, stride_bn, chunks, first,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
@@ -82,6 +83,7 @@ def fused_kernel(
 ):  # fmt: skip
     """Compute the tiles of all owners' `rows` rows, the next rank's first, and sum the own ones.
 
+    cuBLAS has those before tile `first`, see library_sums.py.
     Peers' tiles go to `outgoing`, and are counted in `finished`, for each CHUNK of rows, which are
     computed one after the other, as near as GROUP_M allows, like those of own rows. Tiles are
     put away in 1 or 4 PIECES. If OWN_CHUNK is 0, c has the own rows. Else it has the `whole` rows
@@ -103,7 +105,7 @@ def fused_kernel(
         own += me.to(tl.int64) * rows * columns
     GROUP: tl.constexpr = CHUNK // BM if CHUNK < GROUP_M * BM else GROUP_M
     OWN_GROUP: tl.constexpr = OWN_CHUNK // BM if OWN_CHUNK < GROUP * BM else GROUP
-    for index in range(tl.program_id(0), tiles * ranks, tl.num_programs(0)):
+    for index in range(first + tl.program_id(0), tiles * ranks, tl.num_programs(0)):
         owner = (me + 1 + index // tiles) % ranks
         row, col = grouped_tile(index % tiles, tiles_m, tiles_n, GROUP)
         part = owner.to(tl.int64) * rows
@@ -353,19 +355,21 @@ class Fused:
 
     def bind(self, plan: Any, *layout: Any) -> Bound:
         """The product for operands so laid out."""
-        strides, steps, bias, aligned, all_aligned = layout
+        return bind_library_sums(plan, self, layout) or self.kernel(plan, layout)
+
+    def kernel(self, plan: Any, layout: Sequence[Any], others: bool = True) -> Bound:
+        """fused_kernel; without `others` it computes the own tiles only."""
+        strides, steps, bias, aligned, _ = layout
         world, product, config = plan.world, plan.product, plan.config
-        sizes, size = plan._sizes(strides), plan.group.size
-        library = bind_library_sums(plan, self, sizes, steps, bias, all_aligned)
-        if library is not None:
-            return library
+        sizes, all_tiles = plan._sizes(strides), self._tiles * plan.group.size
+        first = 0 if others else all_tiles - self._tiles
         described = product.described(world, config, sizes, aligned)
         scale, out = product.scale_dtype, product.out_dtype
         kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)
         beside = 0 if self.push is None else self.push.blocks
         return plan.bind(
-            fused_kernel, blocks_for(world, self._tiles * size, beside), kinds, *self.shared,
-            self.rows, *sizes, len(self.counts), CHUNK=self.chunk, OWN_CHUNK=self.own_chunk,
+            fused_kernel, blocks_for(world, all_tiles - first, beside), kinds, *self.shared,
+            self.rows, *sizes, len(self.counts), first, CHUNK=self.chunk, OWN_CHUNK=self.own_chunk,
             PIECES=4 if world.backend != "host" and config.block_n >= 64 else 1,
             **product.constants, **product.product_constants(config, sizes, steps, described),
         )  # fmt: skip

@@ -139,9 +139,8 @@ def _summed(own_chunk: int = 0):
               "EVEN": True, "CHUNK": 512, "OWN_CHUNK": own_chunk}  # fmt: skip
     types = {
         **dict.fromkeys(("c", "bias", "partials", "outgoing"), "*bf16"),
-        **dict.fromkeys(("finished", "made", "signals", "credit", "epoch"), "*i32"),
-        "world": "world",
-        **dict.fromkeys(("rows", "whole", "columns", "chunks", "tiles", "last_tiles"), "i32"),
+        **dict.fromkeys(("made", "signals", "credit", "epoch"), "*i32"), "world": "world",
+        **dict.fromkeys(("rows", "whole", "columns", "chunks"), "i32"),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
     return "library_sums.sum_kernel", types, values, {"num_warps": 8}
@@ -290,6 +289,11 @@ CASES = {
         {"progress": "*i32", "epoch": "*i32", "world": "world", "peer": "i32", "chunks": "i32"},
         {},
         {"num_warps": 1},
+    ),
+    "count": (
+        "library_sums.count_kernel",
+        {"finished": "*i32", "world": "world",
+         **dict.fromkeys(("chunks", "tiles", "last_tiles"), "i32")}, {}, {"num_warps": 1},
     ),
     "sum": _summed(),
     "sum-whole": _summed(512),

@@ -48,7 +48,7 @@ def product_call(
         **dict.fromkeys(
             ("rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk",
              "stride_bn", "chunk_rows", "chunks", "owned", "owned_rows", "line_units", "senders",
-             "late"),
+             "late", "first"),
             "i32"
         ),
         **dict.fromkeys(values, "constexpr"),

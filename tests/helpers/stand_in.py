@@ -31,8 +31,11 @@ class _StandIn:
 
 
 @contextmanager
-def by_stand_in(use: bool = True) -> Iterator[list[Any]]:
-    """What is bound inside multiplies so, beside copies, if what it reads is aligned; the sizes."""
+def by_stand_in(share: str = "all") -> Iterator[list[Any]]:
+    """What is bound inside multiplies so, beside copies, if what it reads is aligned; the sizes.
+
+    `share`: of sums, as library_sums.py has it; if "none" all is by the kernels of operations.
+    """
     made: list[Any] = []
 
     def stand_in(world, product, config, sizes, steps, bias, aligned, pays):
@@ -42,6 +45,8 @@ def by_stand_in(use: bool = True) -> Iterator[list[Any]]:
         return _StandIn(world, product, sizes, steps)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (library_chunks, library_sums) if use else ():
-            patch.setattr(module, "library_product", stand_in)
+        if share != "none":
+            patch.setattr(library_chunks, "library_product", stand_in)
+            patch.setattr(library_sums, "library_product", stand_in)
+            patch.setattr(library_sums, "_share", lambda *sizes: share)
         yield made

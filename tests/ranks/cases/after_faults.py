@@ -101,7 +101,7 @@ BY_COPY_ENGINES = pytest.mark.parametrize(
      (tdx.MatmulAllReduce, "copy_engine")],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip
-BY_WHOM = pytest.mark.parametrize("library", [False, True], ids=["own", "library"])
+BY_WHOM = pytest.mark.parametrize("share", ["none", "others", "all"])  # what cuBLAS multiplies
 
 
 @isolated
@@ -109,11 +109,11 @@ BY_WHOM = pytest.mark.parametrize("library", [False, True], ids=["own", "library
 @limit(30)
 @BY_WHOM
 @BY_COPY_ENGINES
-def case_copy_engines_send_no_signals(comm, backend, make, algorithm, library):
+def case_copy_engines_send_no_signals(comm, backend, make, algorithm, share):
     """Their copies go out; but the late rank finds the signals of its last call taken back."""
     world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
     shape = (128, 64)
-    with many_blocks(), copy_engines(), by_stand_in(library):  # and so several chunks
+    with many_blocks(), copy_engines(), by_stand_in(share):  # and so several chunks
         config = Config(16, 16, 16)
         plan = make(world, shape, (64, 16), "float32", algorithm=algorithm, config=config)
     x, y = world.zeros(shape, "float32"), world.zeros((64, 16), "float32")
@@ -177,10 +177,10 @@ def case_copy_engines_send_only_what_was_reduced(comm, backend):
 @pytest.mark.parametrize("late", [1, 3])
 @BY_WHOM
 @BY_COPY_ENGINES
-def case_who_is_late_is_named(comm, backend, make, algorithm, library, late):
+def case_who_is_late_is_named(comm, backend, make, algorithm, share, late):
     """Not those whose copies wait for it."""
     world = tdx.init(comm, backend=backend, timeout_s=1)
-    with many_blocks(), copy_engines(), by_stand_in(library):
+    with many_blocks(), copy_engines(), by_stand_in(share):
         plan = make(world, (128, 64), (64, 16), "float32", algorithm=algorithm)
     x, y = world.zeros((128, 64), "float32"), world.zeros((64, 16), "float32")
     plan(x, y)

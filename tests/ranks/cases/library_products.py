@@ -212,11 +212,12 @@ def case_chosen_where_it_is_faster(world, function):
 @limit(120)
 @pytest.mark.parametrize("dtype", ["float32", "float16", F8])
 @pytest.mark.parametrize(
-    ("kind", "algorithm"),
-    [("AllGatherMatmul", "fused"), ("MatmulReduceScatter", "fused"),
-     ("MatmulAllReduce", "copy_engine")],
+    ("kind", "algorithm", "share"),
+    [("AllGatherMatmul", "fused", "all"), ("MatmulReduceScatter", "fused", "others"),
+     ("MatmulReduceScatter", "fused", "all"), ("MatmulAllReduce", "copy_engine", "others"),
+     ("MatmulAllReduce", "copy_engine", "all")],
 )  # fmt: skip
-def case_what_runs_beside_it(world, kind, algorithm, dtype):
+def case_what_runs_beside_it(world, kind, algorithm, share, dtype):
     """Copies, signals and sums, with a kernel of tdx in its place: many calls, replays, chunks.
 
     In turn with the kernel that multiplies what cuBLAS does not take, as other ranks still do.
@@ -230,7 +231,7 @@ def case_what_runs_beside_it(world, kind, algorithm, dtype):
     options = {"partial_dtype": "float32"} if dtype == "float16" and not gathers else {}
     if kind == "MatmulAllReduce":
         options["config"] = Config(16, 32, 32)
-    with many_blocks(), copy_engines(), by_stand_in() as made:
+    with many_blocks(), copy_engines(), by_stand_in(share) as made:
         plan = getattr(tdx, kind)(
             world, shape, (k, n), dtype, algorithm=algorithm, bias=True, **options
         )
