@@ -117,7 +117,7 @@ def bind_library_sums(
             raise refused(f'{reason}; "unfused" takes it')
         return None
     chunks = len(fused.counts)
-    parts = _parts(fused)
+    parts = _parts(plan, fused)
     rows = fused.rows // parts
     begin = rows * strides[0] * plan.dtype.itemsize  # bytes to the next rows of a
     made = rows * n * own.out_dtype.itemsize
@@ -169,21 +169,31 @@ def _share(plan: ReducedProduct, fused: Fused, n: int, k: int) -> str:
     """What cuBLAS multiplies if it may: "all", rows of "others", or "none".
 
     Our kernel adds own rows as it multiplies them, which gains, but for float8, if the products
-    hide what is sent. As measured on two and four H100s.
+    hide what is sent, and it has tiles enough. As measured on two and four H100s.
     """
     backend, size = plan.world.backend, plan.group.size
     if plan.product.scaled or backend != "cuda":
         return "all"
     sent = (size - 1) * fused.rows * n * plan.partial_dtype.itemsize
     multiplying = least_us(plan.world, plan.dtype.itemsize, size * fused.rows, n, k)
-    if engines_us(backend, sent) < multiplying and (size > 2 or _parts(fused) > 1):
+    hidden = engines_us(backend, sent) < multiplying and _fill(plan, fused.rows)
+    if hidden and (size > 2 or _parts(plan, fused) > 1):
         return "others"
     return "none" if size == 2 or fused.own_chunk else "all"
 
 
-def _parts(fused: Fused) -> int:
-    """Products of the rows of one rank: the first rows travel while the next are multiplied."""
-    return 2 if fused.rows % (2 * fused.chunk) == 0 else 1
+def _parts(plan: ReducedProduct, fused: Fused) -> int:
+    """Products of the rows of one rank: the first rows travel while the next are multiplied.
+
+    Of float8 halves take longer, which is more than that gains.
+    """
+    halves = fused.rows % (2 * fused.chunk) == 0 and not plan.product.scaled
+    return 2 if halves and _fill(plan, fused.rows // 2) else 1
+
+
+def _fill(plan: ReducedProduct, rows: int) -> bool:
+    """Whether so many rows make tiles for more than half of the blocks."""
+    return 2 * plan.config.tiles(rows, plan.shape_b[1]) > plan.world.driver.resident_blocks()
 
 
 class LibrarySums:

@@ -16,7 +16,7 @@ copy_engine  Each rank owns rows. Partials go to their owners as in matmul_reduc
              behind that of the own rows, which takes 1 / W of the time.
 unfused      The product, then an all-reduce: see product_first.py.
 
-cuBLAS may multiply for "copy_engine", of float8, and "unfused": see library_sums.py.
+cuBLAS may multiply for "unfused" and, in part or all, for "copy_engine": see library_sums.py.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for one
 Config are the same on every run, rank and for all algorithms: each partial is one block's sum over

@@ -17,7 +17,7 @@ low_latency
          The same for the fewest rows, as words of data and flag: see low_latency_product.py. Up to
          16 ranks, 4 MiB of partial sums for a rank; chosen for two.
 
-cuBLAS may multiply for "unfused", and "fused" of float8 or several peers: see library_sums.py.
+cuBLAS may multiply for "unfused" and, in part or all, for "fused": see library_sums.py.
 
 Partial sums travel in the output's dtype, or in float32 with partial_dtype="float32". Bits for
 one Config are the same on every run and for all algorithms: each partial is one block's sum over
@@ -41,17 +41,23 @@ from tdx.kernels.copy_push import CopyPush, enter_kernel
 from tdx.kernels.library_sums import LibrarySums, bind_library_sums
 from tdx.kernels.low_latency_product import LowLatencyProduct, sends_words
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.product import Config, blocks_for, least_us
+from tdx.kernels.product import Config, blocks_for
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.product_options import ProductOptions, options_of, takes_options
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
-from tdx.kernels.scattered_rows import chunk_tiles, fused_tile, sent_rows, sum_tile, wait_each
-from tdx.kernels.select import constants, engines_us, follows
+from tdx.kernels.scattered_rows import (
+    chunk_tiles,
+    fused_tile,
+    is_short,
+    sent_rows,
+    sum_tile,
+    wait_each,
+)
+from tdx.kernels.select import follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.kernels.tiles import splits
-from tdx.runtime.agreement import unanimous
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 from tdx.runtime.errors import InvalidArgument
@@ -61,9 +67,6 @@ __all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"
 ALGORITHMS = ("fused", "one_kernel", "low_latency", "unfused")
 _PUSHED_BYTES = 4 << 20  # most partial sums of one of two ranks that one kernel pushes
 _LONG = 1 << 16
-# A short product's time: of two ranks in what copy engines take besides the bytes, of more in all
-# that they take; and what each of more sends beside which all are. On two H200s and four H100s.
-_SHORT, _SHORT_OF_MANY, _FEW_BYTES = 3, 0.7, 12 << 20
 _FIRST = 256  # rows of a rank from which float8 is multiplied first, by cuBLAS; on two H100s
 _SIZES = [
     "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
@@ -83,12 +86,12 @@ def fused_kernel(
 ):  # fmt: skip
     """Compute the tiles of all owners' `rows` rows, the next rank's first, and sum the own ones.
 
-    cuBLAS has those before tile `first`, see library_sums.py.
-    Peers' tiles go to `outgoing`, and are counted in `finished`, for each CHUNK of rows, which are
-    computed one after the other, as near as GROUP_M allows, like those of own rows. Tiles are
-    put away in 1 or 4 PIECES. If OWN_CHUNK is 0, c has the own rows. Else it has the `whole` rows
-    of all owners, of which the last may have fewer, and the own tiles are counted in `made`, for
-    each OWN_CHUNK of rows, which are computed one after the other.
+    cuBLAS has those before tile `first`, see library_sums.py. Peers' tiles go to `outgoing`, and
+    are counted in `finished`, for each CHUNK of rows, which are computed one after the other, as
+    near as GROUP_M allows, like those of own rows. Tiles are put away in 1 or 4 PIECES. If
+    OWN_CHUNK is 0, c has the own rows. Else it has the `whole` rows of all owners, of which the
+    last may have fewer, and the own tiles are counted in `made`, for each OWN_CHUNK of rows, which
+    are computed one after the other.
     """
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
@@ -251,26 +254,12 @@ class MatmulReduceScatter(ReducedProduct):
         backend, size, columns = self.world.backend, self.group.size, self.shape_b[1]
         nbytes = self._rows * columns * self.partial_dtype.itemsize
         if not follows(backend, self._rows, nbytes, size):
-            return "unfused" if self._is_short((size - 1) * nbytes) else "fused"
+            return "unfused" if is_short(self, self._rows) else "fused"
         if split or size > 2:
             return "unfused"
         if sends_words(nbytes, size):
             return "low_latency"
         return "one_kernel" if nbytes <= _PUSHED_BYTES else "unfused"
-
-    def _is_short(self, sent: int) -> bool:
-        """Whether all products are short beside copy engines, which take long for few `sent`."""
-        backend, size, gpu = self.world.backend, self.group.size, constants(self.world.backend)
-        if self.dtype.itemsize > 2 or not sent or backend == "host":
-            return False
-        if size > 2 and sent <= _FEW_BYTES:
-            return True
-        if size == 2 and sent >= gpu.engine_us * gpu.link_bytes_per_us:
-            return False
-        most = _SHORT * gpu.engine_us if size == 2 else _SHORT_OF_MANY * engines_us(backend, sent)
-        sizes = (self._rows * size, self.shape_b[1], self.shape_b[0])
-        call = f"{self.operation}(rows={sizes[0]}, columns={sizes[1]}, given_algorithm=None)"
-        return unanimous(self.group, call, least_us(self.world, self.dtype.itemsize, *sizes) < most)
 
     def _build(self) -> Way:
         if self.algorithm == "unfused":

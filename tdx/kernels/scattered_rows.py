@@ -1,4 +1,4 @@
-"""Tiles and chunks of rows whose partial sums copy engines send to their owners, and their sums."""
+"""Rows whose partial sums copy engines send to their owners: whether, chunks, tiles, and sums."""
 
 from __future__ import annotations
 
@@ -6,12 +6,44 @@ import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.product import Config
+from tdx.kernels.library_product import may_multiply
+from tdx.kernels.product import Config, least_us
 from tdx.kernels.reduced_product import ReducedProduct
 from tdx.kernels.select import constants, engines_us, power_of_two
 from tdx.kernels.tile_product import store_tile
+from tdx.runtime.agreement import unanimous
 
-__all__ = ["chunk_rows", "chunk_tiles", "fused_tile", "sent_rows", "sum_tile", "wait_each"]
+__all__ = [
+    "chunk_rows", "chunk_tiles", "fused_tile", "is_short", "sent_rows", "sum_tile", "wait_each",
+]  # fmt: skip
+
+# A short product's time: of two ranks in what copy engines take besides the bytes, of more in all
+# that they take; and what each of more sends beside which all are, with cuBLAS and without. On two
+# H200s and four H100s.
+_SHORT, _SHORT_OF_MANY, _FEW_BYTES = 3, 0.7, (8 << 20, 12 << 20)
+
+
+def is_short(plan: ReducedProduct, rows: int) -> bool:
+    """Whether all products, of `rows` rows for each rank, are short beside copy engines.
+
+    These take long for few bytes. Ranks vote, as their K may differ.
+    """
+    backend, size, gpu = plan.world.backend, plan.group.size, constants(plan.world.backend)
+    k, n = plan.shape_b
+    sent = (size - 1) * rows * n * plan.partial_dtype.itemsize
+    if plan.dtype.itemsize > 2 or not sent or backend == "host":
+        return False
+    few, few_by_ours = _FEW_BYTES
+    if size > 2 and sent <= few:
+        return True
+    if size == 2 and sent >= gpu.engine_us * gpu.link_bytes_per_us:
+        return False
+    most = _SHORT * gpu.engine_us if size == 2 else _SHORT_OF_MANY * engines_us(backend, sent)
+    short = least_us(plan.world, plan.dtype.itemsize, rows * size, n, k) < most
+    if size > 2 and sent <= few_by_ours:
+        short = short or not may_multiply(plan.world, plan.partial_product, plan.pinned)
+    call = f"{plan.operation}(rows={rows * size}, columns={n}, given_algorithm=None)"
+    return unanimous(plan.group, call, short)
 
 
 def fused_tile(plan: ReducedProduct, config: Config | None, rows: int, passes: int = 1) -> Config:

@@ -2,25 +2,28 @@
 
     tdx run -n 4 --backend cuda -m tests.gpu.fused_times all_gather_matmul 1024,7168,8192
     tdx run -n 4 --backend cuda -m tests.gpu.fused_times matmul_reduce_scatter 2048,4096,7168
+    tdx run -n 4 --backend cuda -m tests.gpu.fused_times --shares matmul_all_reduce 4096,8192,7168
 
 For each shape M, N, K as `tdx bench` takes them: microseconds in a graph, taken in turn, of
-torch.mm alone where PyTorch is installed, of the unfused algorithm, of what is chosen, of sums by
-cuBLAS where it is installed, and of tiles of 64, 128 and 256 columns; all-gathers in 1, 2 and 4
-chunks a rank, or in one kernel with 4 to 16 blocks that push; reductions that send 256 to 2048 rows
-at a time, and by all algorithms that take the shape. Where the model of tdx/kernels/tiles.py and
-select.py comes from.
+torch.mm alone where PyTorch is installed, of the unfused algorithm, of what is chosen, and of tiles
+of 64, 128 and 256 columns; all-gathers in 1, 2 and 4 chunks a rank, or in one kernel with 4 to 16
+blocks that push; reductions that send 256 to 2048 rows at a time, and by all algorithms that take
+the shape. Where the model of tdx/kernels/tiles.py and select.py comes from. With --shares instead
+of tiles what cuBLAS multiplies of a reduction: no rows, those of others, or all, in one product for
+a rank or in two. Where the model of tdx/kernels/library_sums.py comes from.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import tdx
-from tdx.kernels.library_product import may_multiply
+from tdx.kernels import library_sums
 from tdx.kernels.select import CONSTANTS, shared_bytes
 from tdx.kernels.tiles import Config
 from tdx.runtime.dtypes import resolve
@@ -43,6 +46,7 @@ _SUMS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--shares", action="store_true", help="of cuBLAS, in place of tiles")
     parser.add_argument("operation", choices=("all_gather_matmul", *_SUMS))
     parser.add_argument("shapes", nargs="+", type=lambda text: tuple(map(int, text.split(","))))
     args = parser.parse_args()
@@ -50,8 +54,10 @@ def main() -> None:
         peers = open_peers(world)
         for shape in args.shapes:
             row: dict[str, Any] = {}
-            times = _gathers if args.operation == "all_gather_matmul" else _sums
-            times(world, peers, args.operation, shape, row)
+            if args.operation == "all_gather_matmul":
+                _gathers(world, peers, shape, row)
+            else:
+                _sums(world, peers, args.operation, shape, row, args.shares)
             if world.rank == 0:
                 for name, taken in sorted(row.items(), key=_order):
                     text = f"{taken:8.1f} us" if isinstance(taken, float) else taken
@@ -62,9 +68,7 @@ def _order(item: tuple[str, Any]) -> float:
     return item[1] if isinstance(item[1], float) else 0.0
 
 
-def _gathers(
-    world: Any, peers: Any, _: str, shape: tuple[int, int, int], row: dict[str, Any]
-) -> None:
+def _gathers(world: Any, peers: Any, shape: tuple[int, int, int], row: dict[str, Any]) -> None:
     given = Gathered(world, shape, _DTYPE)
     a, b, result = given.a, given.b, given.result
     make = partial(tdx.AllGatherMatmul, world, a.shape, b.shape, _DTYPE, buffer=False)
@@ -95,8 +99,9 @@ def _gathers(
 
 
 def _sums(
-    world: Any, peers: Any, operation: str, shape: tuple[int, int, int], row: dict[str, Any]
-) -> None:
+    world: Any, peers: Any, operation: str, shape: tuple[int, int, int], row: dict[str, Any],
+    shares: bool,
+) -> None:  # fmt: skip
     summands = Summands(world, shape, _DTYPE)
     a, b, product = summands.a, summands.b, summands.product()
     height = shape[0] // world.size
@@ -105,27 +110,42 @@ def _sums(
     make = partial(_SUMS[operation], world, a.shape, b.shape, _DTYPE, buffer=False)
     compared = Comparison(world, row, 10)
     compared.peers(peers.products.matmul(a, b, product.out), product)
-    fused = _FUSED[operation]
+
+    def add(name: str, plan: Any) -> None:
+        compared.ours(name, partial(plan, a, b, result.out), result)
+
+    add("chosen", make())
     for algorithm in _SUMS[operation].algorithms:
         try:
-            plan = make(algorithm=algorithm, library=False if algorithm == fused else None)
+            plan = make(algorithm=algorithm)
         except (InvalidArgument, Unsupported):
             continue
-        compared.ours(f"{algorithm} {plan.config}", partial(plan, a, b, result.out), result)
-    chosen = make(algorithm=fused).config
-    if may_multiply(world, plan.partial_product, None):
-        plan = make(algorithm=fused, library=True)
-        compared.ours(f"{fused} by cuBLAS", partial(plan, a, b, result.out), result)
-    usual = CONSTANTS[world.backend]
-    for sent in _SENT_ROWS:
+        add(f"{algorithm} {plan.config}", plan)
+    fused = _FUSED[operation]
+    if shares:
+        _by_cublas(add, partial(make, algorithm=fused))
+    usual, chosen = CONSTANTS[world.backend], make(algorithm=fused).config
+    for sent in () if shares else _SENT_ROWS:
         CONSTANTS[world.backend] = replace(usual, scattered_rows=sent)
         for width in _WIDTHS:
             plan = make(algorithm=fused, config=_tile(world, chosen, width))
-            compared.ours(
-                f"{width} columns, {plan._way.chunk} rows", partial(plan, a, b, result.out), result
-            )
+            add(f"{width} columns, {plan._way.chunk} rows", plan)
     CONSTANTS[world.backend] = usual
     compared.time()
+
+
+def _by_cublas(add: Callable[[str, Any], None], make: Callable[..., Any]) -> None:
+    """Each share of it, of operands as they are."""
+    add("by no cuBLAS", make(library=False))
+    usual = library_sums._share, library_sums._parts
+    for share in ("others", "all"):
+        for parts in (1, 2):
+            library_sums._share = lambda *sizes, share=share: share
+            library_sums._parts = lambda plan, way, parts=parts: parts
+            plan = make(library=True)
+            if plan._way.rows % (parts * plan._way.chunk) == 0 or parts == 1:
+                add(f"by cuBLAS: {share}, {parts} for a rank", plan)
+    library_sums._share, library_sums._parts = usual
 
 
 def _tile(world: Any, chosen: Config, width: int) -> Config:

@@ -49,4 +49,5 @@ def by_stand_in(share: str = "all") -> Iterator[list[Any]]:
             patch.setattr(library_chunks, "library_product", stand_in)
             patch.setattr(library_sums, "library_product", stand_in)
             patch.setattr(library_sums, "_share", lambda *sizes: share)
+            patch.setattr(library_sums, "_fill", lambda *rows: True)
         yield made

@@ -186,7 +186,9 @@ def plans_with_cublas(rank: Rank) -> None:
     size, me, n, k = world.size, world.rank, 64, 4096
     rows, order = 1024, [(rank.rank + hop) % rank.size for hop in range(rank.size)]
 
-    def run(kind: Any, m: int, algorithm: str, dtype: str) -> tuple[Any, Any, list[dict[str, int]]]:
+    def run(
+        kind: Any, m: int, algorithm: str, dtype: str, n: int = n
+    ) -> tuple[Any, Any, list[dict[str, int]]]:
         given = {"scale_a": 2.0, "scale_b": 3.0} if dtype == F8 else {}
         x = world.zeros((m, k), dtype, symmetric=False)
         y = world.zeros((n, k), dtype, symmetric=False).T
@@ -212,14 +214,19 @@ def plans_with_cublas(rank: Rank) -> None:
         else:
             _, x, (call,) = run(tdx.AllGatherMatmul, 16, "unfused", dtype)
             assert (call["rows"], call["depth"], call["columns"]) == (16 * size, k, n)
-        for kind, algorithm, parts in (
-            (tdx.MatmulReduceScatter, "fused", 2), (tdx.MatmulAllReduce, "copy_engine", 1),
+        for kind, algorithm, parts, columns in (
+            (tdx.MatmulReduceScatter, "fused", 1, n), (tdx.MatmulReduceScatter, "fused", 2, 4096),
+            (tdx.MatmulAllReduce, "copy_engine", 1, n),
         ):  # fmt: skip
-            plan, x, calls = run(kind, parts * rows * size, algorithm, dtype)
+            plan, x, calls = run(kind, 2 * rows * size, algorithm, dtype, columns)
             outgoing = plan._way.shared[1].data_ptr()
-            owned = [r * parts + part for r in [*order[1:], me] for part in range(parts)]
-            assert [c["a"] for c in calls] == [x.data_ptr() + r * rows * k * width for r in owned]
-            assert [c["c"] for c in calls] == [outgoing + r * rows * n * 2 for r in owned]
+            if dtype == F8:
+                parts = 1
+            owners = order[1:] if parts > 1 else [*order[1:], me]  # ours adds as it multiplies
+            owned = [r * parts + part for r in owners for part in range(parts)]
+            each = 2 * rows // parts
+            assert [c["a"] for c in calls] == [x.data_ptr() + r * each * k * width for r in owned]
+            assert [c["c"] for c in calls] == [outgoing + r * each * columns * 2 for r in owned]
         for kind in (tdx.MatmulReduceScatter, tdx.MatmulAllReduce):
             plan, x, (call,) = run(kind, 16, "unfused", dtype)
             assert (call["a"], call["c"]) == (x.data_ptr(), plan._way._sums.data_ptr())

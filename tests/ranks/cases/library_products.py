@@ -225,7 +225,8 @@ def case_what_runs_beside_it(world, kind, algorithm, share, dtype):
     size, rank, (k, n) = world.size, world.rank, (32, 16 if kind == "MatmulAllReduce" else 80)
     gathers, f8 = kind == "AllGatherMatmul", dtype == F8
     rows = {"AllGatherMatmul": 48, "MatmulReduceScatter": 64}.get(kind, 368)  # 12 chunks, one short
-    products = 2 if rows == 64 and world.backend == "host" else 1  # there it is two chunks
+    two = rows == 64 and not f8 and world.backend == "host"  # there it is two chunks
+    products = 2 if two else 1
     shape = (rows if gathers else rows * size, k)
     out_dtype = "bfloat16" if f8 else dtype
     options = {"partial_dtype": "float32"} if dtype == "float16" and not gathers else {}
