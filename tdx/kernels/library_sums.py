@@ -123,7 +123,7 @@ def bind_library_sums(
     made = rows * n * own.out_dtype.itemsize
     scales = 4 * rows * steps[0]
     aligned = aligned and not any(x % 16 for x in (begin, made, scales))
-    share = _share(plan, fused, n, k)
+    share = _share(plan, fused)
     multiply = library_product(
         plan.world, own, plan.pinned, (rows, n, k, *strides), steps, plan.dtype, aligned,
         share != "none",
@@ -136,24 +136,24 @@ def bind_library_sums(
     count = plan.bind(
         count_kernel, 1, (), finished, handle, chunks, counts[0], counts[-1], num_warps=1
     )
-    others = share == "others"
-    last = fused.kernel(plan, layout, others=False) if others else _bind_sum(plan, fused, bias)
-    order = [(group.rank + hop) % group.size for hop in range(1, group.size + (not others))]
+    ours = share == "others"
+    blocks = push.blocks
+    last = fused.kernel(plan, layout, True) if ours else _bind_sum(plan, fused, bias, blocks)
+    order = [(group.rank + hop) % group.size for hop in range(1, group.size + (not ours))]
     turns = [
         (rank, rank * parts + part, range(part * chunks // parts, (part + 1) * chunks // parts))
         for rank in order
         for part in range(parts)
     ]
     return LibrarySums(
-        multiply, group.rank, turns, push, count, last, others, outgoing, (begin, made, scales)
+        multiply, group.rank, turns, push, count, last, ours, outgoing, (begin, made, scales)
     )
 
 
-def _bind_sum(plan: ReducedProduct, fused: Fused, bias: np.dtype) -> Bound:
-    """sum_kernel. Its bound call takes c and the bias."""
+def _bind_sum(plan: ReducedProduct, fused: Fused, bias: np.dtype, beside: int) -> Bound:
+    """sum_kernel, which is called with c and the bias, beside so many blocks of others."""
     config, (_, n) = plan.config, plan.shape_b
     partials, outgoing, _, *others = fused.shared
-    beside = 0 if fused.push is None else fused.push.blocks
     # Where a kernel that waits takes all multiprocessors signals behind copies may not come (H100)
     blocks = blocks_for(plan.world, config.tiles(fused.rows, n), beside)
     return plan.bind(
@@ -165,19 +165,21 @@ def _bind_sum(plan: ReducedProduct, fused: Fused, bias: np.dtype) -> Bound:
     )  # fmt: skip
 
 
-def _share(plan: ReducedProduct, fused: Fused, n: int, k: int) -> str:
-    """What cuBLAS multiplies if it may: "all", rows of "others", or "none".
+def _share(plan: ReducedProduct, fused: Fused) -> str:
+    """What cuBLAS should multiply: "all", rows of "others", or "none" (all, if it was asked for).
 
-    Our kernel adds own rows as it multiplies them, which gains, but for float8, if the products
-    hide what is sent, and it has tiles enough. As measured on two and four H100s.
+    Our kernel adds own rows as it multiplies them. That gains, of types of 2 bytes, if the products
+    hide what is sent and own rows have tiles enough. If not, sums of one peer, and those that are
+    gathered meanwhile, are our kernel's; of several peers cuBLAS, with copies in order of streams,
+    gains as much. As measured on two and four H100s.
     """
-    backend, size = plan.world.backend, plan.group.size
+    backend, size, (k, n) = plan.world.backend, plan.group.size, plan.shape_b
     if plan.product.scaled or backend != "cuda":
         return "all"
     sent = (size - 1) * fused.rows * n * plan.partial_dtype.itemsize
     multiplying = least_us(plan.world, plan.dtype.itemsize, size * fused.rows, n, k)
-    hidden = engines_us(backend, sent) < multiplying and _fill(plan, fused.rows)
-    if hidden and (size > 2 or _parts(plan, fused) > 1):
+    hidden = engines_us(backend, sent) < multiplying and plan.dtype.itemsize == 2
+    if hidden and _fill(plan, fused.rows) and (size > 2 or _parts(plan, fused) > 1):
         return "others"
     return "none" if size == 2 or fused.own_chunk else "all"
 
@@ -200,17 +202,17 @@ class LibrarySums:
     """The products in `turns`, each of another rank's rows followed by its copies, and `last`.
 
     A turn has a rank, the number of the rows among all, and their chunks. `last` is called with
-    what a call was given, if `others` only are multiplied, else with c and the bias.
+    all that a call was given if own rows are `ours`, else with c and the bias.
     """
 
     def __init__(
         self, multiply: LibraryProduct, rank: int, turns: Sequence[tuple[int, int, range]],
-        push: CopyPush, count: Bound, last: Bound, others: bool, outgoing: Array,
+        push: CopyPush, count: Bound, last: Bound, ours: bool, outgoing: Array,
         steps: tuple[int, int, int],
     ):  # fmt: skip
         self._multiply, self._rank, self._turns = multiply, rank, turns
         self._push, self._count, self._last = push, count, last
-        self._first = 0 if others else 4
+        self._first = 0 if ours else 4
         self._outgoing, self._steps = outgoing, steps
 
     def __call__(self, stream: int, *operands: Operand) -> None:
@@ -229,6 +231,5 @@ class LibrarySums:
         self._last(stream, *operands[self._first :])
 
     def prepare(self, *operands: Operand) -> None:
-        """Load the kernels."""
-        self._count.prepare()
+        """Load the last kernel."""
         self._last.prepare(*operands[self._first :])

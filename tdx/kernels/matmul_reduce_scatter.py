@@ -346,12 +346,12 @@ class Fused:
         """The product for operands so laid out."""
         return bind_library_sums(plan, self, layout) or self.kernel(plan, layout)
 
-    def kernel(self, plan: Any, layout: Sequence[Any], others: bool = True) -> Bound:
-        """fused_kernel; without `others` it computes the own tiles only."""
+    def kernel(self, plan: Any, layout: Sequence[Any], own: bool = False) -> Bound:
+        """fused_kernel; with `own` it computes the own tiles only."""
         strides, steps, bias, aligned, _ = layout
         world, product, config = plan.world, plan.product, plan.config
         sizes, all_tiles = plan._sizes(strides), self._tiles * plan.group.size
-        first = 0 if others else all_tiles - self._tiles
+        first = all_tiles - self._tiles if own else 0
         described = product.described(world, config, sizes, aligned)
         scale, out = product.scale_dtype, product.out_dtype
         kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)

@@ -26,7 +26,7 @@ _SHORT, _SHORT_OF_MANY, _FEW_BYTES = 3, 0.7, (8 << 20, 12 << 20)
 def is_short(plan: ReducedProduct, rows: int) -> bool:
     """Whether all products, of `rows` rows for each rank, are short beside copy engines.
 
-    These take long for few bytes. Ranks vote, as their K may differ.
+    These take long for few bytes. Ranks vote: their K may differ, and whether cuBLAS multiplies.
     """
     backend, size, gpu = plan.world.backend, plan.group.size, constants(plan.world.backend)
     k, n = plan.shape_b

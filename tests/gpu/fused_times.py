@@ -24,6 +24,7 @@ from typing import Any
 
 import tdx
 from tdx.kernels import library_sums
+from tdx.kernels.library_product import may_multiply
 from tdx.kernels.select import CONSTANTS, shared_bytes
 from tdx.kernels.tiles import Config
 from tdx.runtime.dtypes import resolve
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("operation", choices=("all_gather_matmul", *_SUMS))
     parser.add_argument("shapes", nargs="+", type=lambda text: tuple(map(int, text.split(","))))
     args = parser.parse_args()
+    if args.shares and args.operation not in _SUMS:
+        parser.error("--shares is of reductions")
     with tdx.init() as world:
         peers = open_peers(world)
         for shape in args.shapes:
@@ -135,8 +138,11 @@ def _sums(
 
 
 def _by_cublas(add: Callable[[str, Any], None], make: Callable[..., Any]) -> None:
-    """Each share of it, of operands as they are."""
-    add("by no cuBLAS", make(library=False))
+    """With each share of it."""
+    plan = make(library=False)
+    add("by no cuBLAS", plan)
+    if not may_multiply(plan.world, plan.partial_product, None):
+        return
     usual = library_sums._share, library_sums._parts
     for share in ("others", "all"):
         for parts in (1, 2):

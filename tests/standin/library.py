@@ -214,15 +214,16 @@ def plans_with_cublas(rank: Rank) -> None:
         else:
             _, x, (call,) = run(tdx.AllGatherMatmul, 16, "unfused", dtype)
             assert (call["rows"], call["depth"], call["columns"]) == (16 * size, k, n)
-        for kind, algorithm, parts, columns in (
-            (tdx.MatmulReduceScatter, "fused", 1, n), (tdx.MatmulReduceScatter, "fused", 2, 4096),
-            (tdx.MatmulAllReduce, "copy_engine", 1, n),
-        ):  # fmt: skip
+        for kind, algorithm, columns, parts, ours in (
+            (tdx.MatmulReduceScatter, "fused", n, 1, False),
+            (tdx.MatmulReduceScatter, "fused", 4096, 2, True),  # which adds as it multiplies
+            (tdx.MatmulAllReduce, "copy_engine", n, 1, False),
+        ):
             plan, x, calls = run(kind, 2 * rows * size, algorithm, dtype, columns)
             outgoing = plan._way.shared[1].data_ptr()
             if dtype == F8:
-                parts = 1
-            owners = order[1:] if parts > 1 else [*order[1:], me]  # ours adds as it multiplies
+                parts, ours = 1, False
+            owners = order[1:] if ours else [*order[1:], me]
             owned = [r * parts + part for r in owners for part in range(parts)]
             each = 2 * rows // parts
             assert [c["a"] for c in calls] == [x.data_ptr() + r * each * k * width for r in owned]

@@ -96,18 +96,17 @@ def _late_rank(world, plan, more, later):
 
 
 BY_COPY_ENGINES = pytest.mark.parametrize(
-    ("make", "algorithm"),
-    [(tdx.AllGatherMatmul, "fused"), (tdx.MatmulReduceScatter, "fused"),
-     (tdx.MatmulAllReduce, "copy_engine")],
+    ("make", "algorithm", "share"),  # the last: what cuBLAS multiplies
+    [(tdx.AllGatherMatmul, "fused", "none"), (tdx.AllGatherMatmul, "fused", "all"),
+     *((tdx.MatmulReduceScatter, "fused", share) for share in ("none", "others", "all")),
+     *((tdx.MatmulAllReduce, "copy_engine", share) for share in ("none", "others", "all"))],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip
-BY_WHOM = pytest.mark.parametrize("share", ["none", "others", "all"])  # what cuBLAS multiplies
 
 
 @isolated
 @worlds(2)
 @limit(30)
-@BY_WHOM
 @BY_COPY_ENGINES
 def case_copy_engines_send_no_signals(comm, backend, make, algorithm, share):
     """Their copies go out; but the late rank finds the signals of its last call taken back."""
@@ -175,7 +174,6 @@ def case_copy_engines_send_only_what_was_reduced(comm, backend):
 @worlds(4)
 @limit(30)
 @pytest.mark.parametrize("late", [1, 3])
-@BY_WHOM
 @BY_COPY_ENGINES
 def case_who_is_late_is_named(comm, backend, make, algorithm, share, late):
     """Not those whose copies wait for it."""
