@@ -20,7 +20,7 @@ from tdx.kernels.operand import Operand, elements
 from tdx.kernels.product import blocks_for, least_us
 from tdx.kernels.reduced_product import ReducedProduct
 from tdx.kernels.scattered_rows import sum_tile, wait_each
-from tdx.kernels.select import engines_us
+from tdx.kernels.select import constants, engines_us
 from tdx.kernels.tile_product import known
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["LibrarySums", "bind_library_sums"]
 
 _WIDTH = 64  # most columns of a tile that are added at a time
+# How many times as many turns of tiles cuBLAS may take, in products for each rank, as our kernel,
+# which waits and adds as well; on two and four H100s
+_IDLE = 1.09
 
 
 @triton.jit(do_not_specialize=["chunks", "tiles", "last_tiles"])
@@ -117,13 +120,12 @@ def bind_library_sums(
             raise refused(f'{reason}; "unfused" takes it')
         return None
     chunks = len(fused.counts)
-    parts = _parts(plan, fused)
+    share, parts = _share(plan, fused)
     rows = fused.rows // parts
     begin = rows * strides[0] * plan.dtype.itemsize  # bytes to the next rows of a
     made = rows * n * own.out_dtype.itemsize
     scales = 4 * rows * steps[0]
     aligned = aligned and not any(x % 16 for x in (begin, made, scales))
-    share = _share(plan, fused)
     multiply = library_product(
         plan.world, own, plan.pinned, (rows, n, k, *strides), steps, plan.dtype, aligned,
         share != "none",
@@ -165,37 +167,45 @@ def _bind_sum(plan: ReducedProduct, fused: Fused, bias: np.dtype, beside: int) -
     )  # fmt: skip
 
 
-def _share(plan: ReducedProduct, fused: Fused) -> str:
-    """What cuBLAS should multiply: "all", rows of "others", or "none" (all, if it was asked for).
+def _share(plan: ReducedProduct, fused: Fused) -> tuple[str, int]:
+    """What cuBLAS should multiply, and in how many products of the rows of one rank.
 
-    Our kernel adds own rows as it multiplies them. That gains, of types of 2 bytes, if the products
-    hide what is sent and own rows have tiles enough. If not, sums of one peer, and those that are
-    gathered meanwhile, are our kernel's; of several peers cuBLAS, with copies in order of streams,
-    gains as much. As measured on two and four H100s.
+    "all", rows of "others", or "none" (all, if it was asked for). Two products, of which one
+    travels while the next is made, unless they take longer than one, as they do of float8. Our
+    kernel adds own rows as it multiplies them: so it has these, of types of 2 bytes, if the
+    products hide what is sent and blocks have tiles. If not, it has all sums of one peer, and those
+    that are gathered meanwhile. It also has what would leave blocks idle, a product at a time.
     """
-    backend, size, (k, n) = plan.world.backend, plan.group.size, plan.shape_b
+    backend, size, config = plan.world.backend, plan.group.size, plan.config
+    k, n = plan.shape_b
     if plan.product.scaled or backend != "cuda":
-        return "all"
-    sent = (size - 1) * fused.rows * n * plan.partial_dtype.itemsize
-    multiplying = least_us(plan.world, plan.dtype.itemsize, size * fused.rows, n, k)
-    hidden = engines_us(backend, sent) < multiplying and plan.dtype.itemsize == 2
-    if hidden and _fill(plan, fused.rows) and (size > 2 or _parts(plan, fused) > 1):
-        return "others"
-    return "none" if size == 2 or fused.own_chunk else "all"
+        return "all", 1
+    blocks, rows = plan.world.driver.resident_blocks(), fused.rows
+    one, halves = _turns(rows, n, blocks), 2 * _turns(rows // 2, n, blocks)
+    parts = 2 if rows % (2 * fused.chunk) == 0 and halves <= one else 1
+    each = halves if parts > 1 else one
+    own, whole = (_turns(height, n, blocks, config.block_n) for height in (rows, size * rows))
+    sent = (size - 1) * rows * n * plan.partial_dtype.itemsize
+    multiplying = least_us(plan.world, plan.dtype.itemsize, size * rows, n, k)
+    hidden = plan.dtype.itemsize == 2 and engines_us(backend, sent) < multiplying
+    share, turns = "none", 0.0
+    if hidden and 2 * config.tiles(rows, n) > blocks and (size > 2 or parts > 1):
+        share, turns = "others", (size - 1) * each + own
+    elif size > 2 and not fused.own_chunk:
+        share, turns = "all", size * each
+    return share if turns <= _IDLE * whole else "none", parts
 
 
-def _parts(plan: ReducedProduct, fused: Fused) -> int:
-    """Products of the rows of one rank: the first rows travel while the next are multiplied.
-
-    Of float8 halves take longer, which is more than that gains.
-    """
-    halves = fused.rows % (2 * fused.chunk) == 0 and not plan.product.scaled
-    return 2 if halves and _fill(plan, fused.rows // 2) else 1
-
-
-def _fill(plan: ReducedProduct, rows: int) -> bool:
-    """Whether so many rows make tiles for more than half of the blocks."""
-    return 2 * plan.config.tiles(rows, plan.shape_b[1]) > plan.world.driver.resident_blocks()
+def _turns(rows: int, columns: int, blocks: int, width: int = 0) -> float:
+    """Turns of tiles of the most columns that a product takes, in tiles of `width`, or the best."""
+    limits = constants("cuda")
+    times = limits.tile_times
+    height = -(-rows // limits.tile[0])
+    widths = [width] if width else list(times)
+    return min(
+        -(-height * -(-columns // each) // blocks) * times.get(each, each / max(times))
+        for each in widths
+    )
 
 
 class LibrarySums:

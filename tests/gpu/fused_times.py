@@ -143,15 +143,14 @@ def _by_cublas(add: Callable[[str, Any], None], make: Callable[..., Any]) -> Non
     add("by no cuBLAS", plan)
     if not may_multiply(plan.world, plan.partial_product, None):
         return
-    usual = library_sums._share, library_sums._parts
+    usual = library_sums._share
     for share in ("others", "all"):
         for parts in (1, 2):
-            library_sums._share = lambda *sizes, share=share: share
-            library_sums._parts = lambda plan, way, parts=parts: parts
+            library_sums._share = lambda *sizes, each=(share, parts): each
             plan = make(library=True)
             if plan._way.rows % (parts * plan._way.chunk) == 0 or parts == 1:
                 add(f"by cuBLAS: {share}, {parts} for a rank", plan)
-    library_sums._share, library_sums._parts = usual
+    library_sums._share = usual
 
 
 def _tile(world: Any, chosen: Config, width: int) -> Config:

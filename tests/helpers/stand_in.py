@@ -30,6 +30,10 @@ class _StandIn:
         self._run.prepare(*(SimpleNamespace(address=1 << 20, owner=None) for _ in range(6)))
 
 
+def _parts(plan: Any, fused: Any) -> int:
+    return 2 if fused.rows % (2 * fused.chunk) == 0 and not plan.product.scaled else 1
+
+
 @contextmanager
 def by_stand_in(share: str = "all") -> Iterator[list[Any]]:
     """What is bound inside multiplies so, beside copies, if what it reads is aligned; the sizes.
@@ -48,6 +52,5 @@ def by_stand_in(share: str = "all") -> Iterator[list[Any]]:
         if share != "none":
             patch.setattr(library_chunks, "library_product", stand_in)
             patch.setattr(library_sums, "library_product", stand_in)
-            patch.setattr(library_sums, "_share", lambda *sizes: share)
-            patch.setattr(library_sums, "_fill", lambda *rows: True)
+            patch.setattr(library_sums, "_share", lambda plan, fused: (share, _parts(plan, fused)))
         yield made
