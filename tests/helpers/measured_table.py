@@ -1,4 +1,4 @@
-"""README's tables of measured figures, from the files in docs/benchmarks.
+"""Tables of measured figures in the READMEs, from the files in docs/benchmarks.
 
 `python -m tests.helpers.measured_table` prints them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from statistics import median
 
 from tests.helpers.commands import ROOT
 
@@ -15,6 +16,8 @@ _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 _SIZES = {4 << 10: "4 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB",
           256 << 20: "256 MiB"}  # fmt: skip
 _PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_KINDS = ("2xH200", *MEASURED)
+_HEIGHTS = {"1024 to 2047": (1024, 2048), "2048 and more": (2048, 1 << 62)}
 _ROWS = (128, 512, 1024, 2048, 4096, 8192)
 
 
@@ -26,6 +29,29 @@ def measured_table(gpus: str) -> str:
 def product_table(gpus: str) -> str:
     """The same for each number of rows of a product."""
     return _table("µs, M", dict(zip(_ROWS, map(str, _ROWS), strict=True)), _PRODUCTS, gpus, "M")
+
+
+def floor_table() -> str:
+    """Markdown: of products the median % of the floor over all rows of so many rows or more."""
+    lines = [
+        "| median % of the floor | M | " + " | ".join(_KINDS) + " |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for operation in _PRODUCTS:
+        for name, (least, end) in _HEIGHTS.items():
+            cells = []
+            for kind in _KINDS:
+                files = sorted((ROOT / "docs" / "benchmarks").glob(f"{operation}_*{kind}.json"))
+                rows = [
+                    row
+                    for path in files
+                    if "float8" not in path.name
+                    for row in json.loads(path.read_text())["rows"]
+                    if least <= row["M"] < end
+                ]
+                cells.append(f"{median(row['% of floor'] for row in rows):.0f} ({len(rows)})")
+            lines.append(f"| `{operation}` | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _table(
@@ -56,4 +82,4 @@ def _short(value: float) -> str:
 
 if __name__ == "__main__":
     tables = [make(gpus) for make in (measured_table, product_table) for gpus in MEASURED]
-    sys.stdout.write("\n".join(tables))
+    sys.stdout.write("\n".join([*tables, floor_table()]))

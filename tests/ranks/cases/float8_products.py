@@ -188,6 +188,9 @@ def case_reduced(world, kinds):
         close(mine, wanted[world.rank * m : (world.rank + 1) * m])
         close(tdx.matmul_reduce_scatter(x, y, partial_dtype="float32", **scales),
               wanted[world.rank * m : (world.rank + 1) * m])  # fmt: skip
+        for algorithm in SCATTERS:
+            again = tdx.matmul_reduce_scatter(x, y, algorithm=algorithm, **scales)
+            assert_same_bits(again.numpy(), mine.numpy(), algorithm)
         whole = tdx.all_gather(mine).numpy()
         for algorithm in ALGORITHMS:
             result = tdx.matmul_all_reduce(x, y, algorithm=algorithm, **scales)

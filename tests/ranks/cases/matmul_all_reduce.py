@@ -148,8 +148,9 @@ def case_rows_do_not_depend_on_their_number(world):
     a, b = operands(world.rank, 70, 48, 40, "bfloat16")
     whole = tdx.matmul_all_reduce(a, b, config=SMALL, algorithm="two_shot")
     for rows in (1, 5, 33):
-        part = tdx.matmul_all_reduce(a[:rows], b, config=SMALL)
-        assert_same_bits(part, whole[:rows], rows)
+        for algorithm in (None, *ALGORITHMS):
+            part = tdx.matmul_all_reduce(a[:rows], b, config=SMALL, algorithm=algorithm)
+            assert_same_bits(part, whole[:rows], (rows, algorithm))
 
 
 @worlds(1, 3)
