@@ -142,13 +142,13 @@ def bind_library_sums(
     blocks = push.blocks
     last = fused.kernel(plan, layout, True) if ours else _bind_sum(plan, fused, bias, blocks)
     order = [(group.rank + hop) % group.size for hop in range(1, group.size + (not ours))]
-    turns = [
+    products = [
         (rank, rank * parts + part, range(part * chunks // parts, (part + 1) * chunks // parts))
         for rank in order
         for part in range(parts)
     ]
     return LibrarySums(
-        multiply, group.rank, turns, push, count, last, ours, outgoing, (begin, made, scales)
+        multiply, group.rank, products, push, count, last, ours, outgoing, (begin, made, scales)
     )
 
 
@@ -209,18 +209,18 @@ def _turns(rows: int, columns: int, blocks: int, width: int = 0) -> float:
 
 
 class LibrarySums:
-    """The products in `turns`, each of another rank's rows followed by its copies, and `last`.
+    """The `products`, each of another rank's rows followed by its copies, and `last`.
 
-    A turn has a rank, the number of the rows among all, and their chunks. `last` is called with
+    A product has a rank, the number of its rows among all, and their chunks. `last` is called with
     all that a call was given if own rows are `ours`, else with c and the bias.
     """
 
     def __init__(
-        self, multiply: LibraryProduct, rank: int, turns: Sequence[tuple[int, int, range]],
+        self, multiply: LibraryProduct, rank: int, products: Sequence[tuple[int, int, range]],
         push: CopyPush, count: Bound, last: Bound, ours: bool, outgoing: Array,
         steps: tuple[int, int, int],
     ):  # fmt: skip
-        self._multiply, self._rank, self._turns = multiply, rank, turns
+        self._multiply, self._rank, self._products = multiply, rank, products
         self._push, self._count, self._last = push, count, last
         self._first = 0 if ours else 4
         self._outgoing, self._steps = outgoing, steps
@@ -230,7 +230,7 @@ class LibrarySums:
         a, b, scale_a, scale_b, c, _ = operands
         begin, made, scales = self._steps
         self._count(self._push.begin(stream))
-        for rank, at, chunks in self._turns:
+        for rank, at, chunks in self._products:
             self._multiply.at(
                 stream, a.address + at * begin, b.address, self._outgoing._address + at * made,
                 0, scale_a.address + at * scales, scale_b.address,

@@ -10,7 +10,8 @@ of 64, 128 and 256 columns; all-gathers in 1, 2 and 4 chunks a rank, or in one k
 blocks that push; reductions that send 256 to 2048 rows at a time, and by all algorithms that take
 the shape. Where the model of tdx/kernels/tiles.py and select.py comes from. With --shares instead
 of tiles what cuBLAS multiplies of a reduction: no rows, those of others, or all, in one product for
-a rank or in two. Where the model of tdx/kernels/library_sums.py comes from.
+a rank or in two, beside what is chosen and the unfused algorithm. Where the model of
+tdx/kernels/library_sums.py comes from.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _sums(
         compared.ours(name, partial(plan, a, b, result.out), result)
 
     add("chosen", make())
-    for algorithm in _SUMS[operation].algorithms:
+    for algorithm in ("unfused",) if shares else _SUMS[operation].algorithms:
         try:
             plan = make(algorithm=algorithm)
         except (InvalidArgument, Unsupported):

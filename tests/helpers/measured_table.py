@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from statistics import median
 
 from tests.helpers.commands import ROOT
 
+_BENCHMARKS = ROOT / "docs" / "benchmarks"
 MEASURED = ("2xH100", "4xH100")
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 _SIZES = {4 << 10: "4 KiB", 256 << 10: "256 KiB", 1 << 20: "1 MiB", 16 << 20: "16 MiB",
@@ -41,14 +43,9 @@ def floor_table() -> str:
         for name, (least, end) in _HEIGHTS.items():
             cells = []
             for kind in _KINDS:
-                files = sorted((ROOT / "docs" / "benchmarks").glob(f"{operation}_*{kind}.json"))
-                rows = [
-                    row
-                    for path in files
-                    if "float8" not in path.name
-                    for row in json.loads(path.read_text())["rows"]
-                    if least <= row["M"] < end
-                ]
+                paths = sorted(_BENCHMARKS.glob(f"{operation}_*{kind}.json"))
+                files = [path for path in paths if "float8" not in path.name]
+                rows = [row for path in files for row in _rows(path) if least <= row["M"] < end]
                 cells.append(f"{median(row['% of floor'] for row in rows):.0f} ({len(rows)})")
             lines.append(f"| `{operation}` | {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -59,8 +56,7 @@ def _table(
 ) -> str:
     lines = [f"| {corner} | {' | '.join(columns.values())} |", "|---|" + "---:|" * len(columns)]
     for operation in operations:
-        path = ROOT / "docs" / "benchmarks" / f"{operation}_{gpus}.json"
-        rows = json.loads(path.read_text())["rows"]
+        rows = _rows(_BENCHMARKS / f"{operation}_{gpus}.json")
         of_size: dict[int, dict] = {}
         for row in rows:
             if row.get("memory") != "foreign":
@@ -68,6 +64,10 @@ def _table(
         cells = [_cell(of_size[size]) if size in of_size else "" for size in columns]
         lines.append(f"| `{operation}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _rows(path: Path) -> list[dict]:
+    return json.loads(path.read_text())["rows"]
 
 
 def _cell(row: dict) -> str:

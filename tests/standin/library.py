@@ -268,11 +268,19 @@ def plans_with_cublas(rank: Rank) -> None:
         assert plan.algorithm == algorithm, depths
     for rows, depth, calls in ((1024, 4096, 0), (2048, 1024, 0), (2048, 4096, 2)):
         shapes = (2 * rows, depth), (depth, 4096)
-        x, y = (world.zeros(shape, "bfloat16", symmetric=False) for shape in shapes)
-        tdx.MatmulReduceScatter(world, *shapes, "bfloat16", algorithm="fused")(x, y)
-        assert len(list(library.calls())) == calls, (rows, depth)
+        found = _multiplied(library, world, tdx.MatmulReduceScatter, "fused", *shapes)
+        assert found == calls, (rows, depth)
     tdx.config.cublas = chosen
     world.close()
+
+
+def _multiplied(
+    library: Library, world: Any, kind: Any, algorithm: str, *shapes: tuple[int, int]
+) -> int:
+    """How many products of a call are by cuBLAS."""
+    x, y = (world.zeros(shape, "bfloat16", symmetric=False) for shape in shapes)
+    kind(world, *shapes, "bfloat16", algorithm=algorithm)(x, y)
+    return len(list(library.calls()))
 
 
 @scenario(3)
@@ -283,21 +291,14 @@ def sums_of_several_peers(rank: Rank) -> None:
     library = Library()
     world = rank.init()
     chosen, tdx.config.cublas = tdx.config.cublas, True
-    rows, n = 1024, 4096
+    rows, n = 3 * 1024, 4096
     for depths in ((1024, 1024, 1024), (1024, 4096, 1024), (4096, 4096, 4096)):
         k = depths[world.rank]
-        plan = tdx.MatmulReduceScatter(
-            world, (3 * rows, k), (k, n), "bfloat16", algorithm="fused", buffer=False
-        )
-        out = world.zeros((rows, n), "bfloat16", symmetric=False)
-        x, y = (world.zeros(s, "bfloat16", symmetric=False) for s in ((3 * rows, k), (k, n)))
-        plan(x, y, out)
-        assert len(list(library.calls())) == (2 if k == 4096 else 3), depths
+        found = _multiplied(library, world, tdx.MatmulReduceScatter, "fused", (rows, k), (k, n))
+        assert found == (2 if k == 4096 else 3), depths
         world.barrier()
     for k, calls in ((4096, 2), (1024, 0)):  # our kernel gathers while the last rows are multiplied
-        x, y = (world.zeros(s, "bfloat16", symmetric=False) for s in ((3 * rows, k), (k, n)))
-        summed = tdx.MatmulAllReduce(world, x.shape, y.shape, "bfloat16", algorithm="copy_engine")
-        summed(x, y)
-        assert len(list(library.calls())) == calls, k
+        found = _multiplied(library, world, tdx.MatmulAllReduce, "copy_engine", (rows, k), (k, n))
+        assert found == calls, k
     tdx.config.cublas = chosen
     world.close()
