@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 _EACH_ARCH = "sm_90"  # which has scales of rows and columns
-# Measured on H100s: least multiplications, of which fewer take the host longer than the GPU, and
-# rows if each has a scale
-_LEAST, _LEAST_EACH = 1 << 28, 256
+# Measured on H100s: least multiplications, and rows if each has a scale. The host takes longer than
+# the GPU for few, unless a graph is replayed.
+_LEAST, _LEAST_EACH = 1 << 22, 256
 
 
 class LibraryProduct:
@@ -61,8 +61,9 @@ class LibraryProduct:
         scale_b: Operand,
     ) -> None:  # fmt: skip
         """Queue it."""
-        places = (a, b, c, bias, scale_a, scale_b)
-        self.at(stream, *(op.address for op in places))
+        self.at(
+            stream, a.address, b.address, c.address, bias.address, scale_a.address, scale_b.address
+        )
 
     def at(
         self, stream: int, a: int, b: int, c: int, bias: int, scale_a: int, scale_b: int

@@ -39,23 +39,28 @@ from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.copying import copy_share
 from tdx.kernels.matmul_reduce_scatter import Fused
 from tdx.kernels.operand import Operand, elements
-from tdx.kernels.product import Config
+from tdx.kernels.product import Config, least_us
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.product_options import ProductOptions, options_of, takes_options
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
 from tdx.kernels.scattered_rows import chunk_rows, fused_tile
-from tdx.kernels.select import block_elements, cheapest, constants, follows
+from tdx.kernels.select import block_elements, cheapest, constants, engines_us, follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import known
 from tdx.kernels.tiles import splits
 from tdx.language.signal import program_barrier
+from tdx.runtime.agreement import unanimous
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
 
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
 ALGORITHMS = ("one_shot", "two_shot", "copy_engine", "unfused")
-_FIRST = ((16, 1 << 16), 512)  # up to so many rows, if of so many elements; float8: from so many
+# Measured on H100s. Of four: as many times what copies to all take is the least time of products
+# that copy engines are for, and bytes of a result from which one kernel gains. Of two: rows and
+# columns up to which none does. Of float8: rows from which cuBLAS multiplies first.
+_SHORT, _FEW_BYTES = 1.05, 8 << 20
+_FEW_OF_TWO, _FIRST = ((16, 1 << 20), (256, 4096)), 512
 
 
 @triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
@@ -151,9 +156,10 @@ class MatmulAllReduce(ReducedProduct):
             fits = config is None or config.block_m <= limits.gathered_rows
             few = follows(backend, -(-self._rows // size), owned, size)
             engines = size > 1 and fits and not few and owned >= limits.summed_bytes
-            if engines and not (self.product.library and self._rows % size):
+            uneven = self.product.library and self._rows % size
+            if engines and not uneven and not self._is_short(owned):
                 algorithm = "copy_engine"
-            elif self.product.library or (self._is_first() and self.has_library()):
+            elif self.product.library or self._is_first(owned * size):
                 algorithm = "unfused"
             else:
                 algorithm = "one_shot" if size == 1 else cheapest(backend, sent, size)
@@ -166,13 +172,29 @@ class MatmulAllReduce(ReducedProduct):
         tile = self.product.tile(config, self.world, self._rows, n, k, split=algorithm == "unfused")
         return tile, algorithm
 
-    def _is_first(self) -> bool:
-        """Whether a product by cuBLAS, then an all-reduce take less time; on two H100s."""
-        (few, least), many = _FIRST
-        columns = self.shape_b[1]
-        if self._rows <= few:
-            return self.group.size > 1 and self._rows * columns >= least
-        return self.product.scaled and self._rows >= many and columns % 16 == 0
+    def _is_short(self, owned: int) -> bool:
+        """Whether products take less time than copies of `owned` bytes to all of several peers.
+
+        Both hops then take the links longer than anything hides. Ranks vote: their K may differ.
+        """
+        backend, size, (k, n) = self.world.backend, self.group.size, self.shape_b
+        if size == 2:
+            return False
+        product_us = least_us(self.world, self.dtype.itemsize, self._rows, n, k)
+        short = product_us < _SHORT * engines_us(backend, (size - 1) * owned)
+        call = f"{self.operation}(rows={self._rows}, columns={n}, given_algorithm=None)"
+        return unanimous(self.group, call, short)
+
+    def _is_first(self, nbytes: int) -> bool:
+        """Whether a product, then an all-reduce of `nbytes` take less time than one kernel."""
+        size, columns = self.group.size, self.shape_b[1]
+        if size == 1 or self.world.backend == "host":
+            return False
+        few = any(self._rows <= rows and columns <= most for rows, most in _FEW_OF_TWO)
+        if few if size == 2 else nbytes < _FEW_BYTES:
+            return True
+        large = self.product.scaled and self._rows >= _FIRST and columns % 16 == 0
+        return large and self.has_library()
 
     def _build(self) -> Way:
         if self.algorithm == "unfused":

@@ -15,6 +15,7 @@ FLOAT8_DEPTH = 32  # least depth of a tile of float8: what tensor cores take at 
 # the sum of shares costs what two of them gain; each has to fill its pipeline
 _FEWEST_SHARES, _MOST_SHARES, _SHARE_DEPTH = 3, 8, 512
 _LARGE_STAGES = 5  # of large tiles, which gain nothing by more and spill
+_WARP_GROUPS = ("sm_9", "sm_10")  # whose tensor cores multiply 64 rows at a time
 _STAGE_BYTES = 48 << 10  # of a and b together: less of it in flight does not fill the pipeline
 _PROMOTED_BYTES = 64 << 10  # of float8 sums that are promoted, between which the pipeline drains
 
@@ -133,6 +134,8 @@ def choose_tile(
             columns //= 2
     least = FLOAT8_DEPTH if itemsize == 1 else 16
     height = max(16, min(rows, power_of_two(m)))
+    if height == 32 and itemsize < 4 and arch.startswith(_WARP_GROUPS):
+        height = 64  # fewer rows take longer: the tensor cores' instructions for them are older
     depth = max(least, min(depth_bytes // itemsize, power_of_two(k)))
     width = max(16, min(columns, power_of_two(n)))
     if backend == "host":

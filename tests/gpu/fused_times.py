@@ -140,9 +140,9 @@ def _sums(
 
 def _by_cublas(add: Callable[[str, Any], None], make: Callable[..., Any]) -> None:
     """With each share of it."""
-    plan = make(library=False)
-    add("by no cuBLAS", plan)
-    if not may_multiply(plan.world, plan.partial_product, None):
+    add("by no cuBLAS", make(library=False))
+    chosen = make()
+    if not may_multiply(chosen.world, chosen.partial_product, None):
         return
     usual = library_sums._share
     for share in ("others", "all"):

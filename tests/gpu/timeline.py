@@ -72,7 +72,7 @@ def _events(world: Any, replay: Any) -> list[dict[str, Any]]:
     world.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as taken:
         for _ in range(_REPLAYS):
-            world.comm.Barrier()
+            world.barrier()
             replay()
             world.synchronize()
     with tempfile.TemporaryDirectory() as folder:

@@ -145,11 +145,13 @@ class Cublas:
     ----------
     name : str
         With the version.
+    multiply : callable
+        cublasLtMatmul, which gives a status.
     """
 
     def __init__(self, library: Any):
         """Raises DriverError, with cuBLAS's name and number of what failed, as all of it does."""
-        self.library = library
+        self.library, self.multiply = library, library.cublasLtMatmul
         self.handle = ctypes.c_void_p()
         self.call("cublasLtCreate", ctypes.byref(self.handle))
         self.version = number = int(library.cublasLtGetVersion())
@@ -230,11 +232,12 @@ class Gemm:
         with self._lock:
             if pointers != self._pointers:
                 self._point(*pointers)
-            cublas.call(
-                "cublasLtMatmul", cublas.handle, self._product, self._one, b, self._left, a,
-                self._right, self._zero, c, self._out, c, self._out, self._algorithm, workspace,
-                self.workspace, stream,
+            number = cublas.multiply(
+                cublas.handle, self._product, self._one, b, self._left, a, self._right, self._zero,
+                c, self._out, c, self._out, self._algorithm, workspace, self.workspace, stream,
             )  # fmt: skip
+        if number:
+            raise cublas.error("cublasLtMatmul", number)
 
     def _point(self, bias: int, scale_a: int, scale_b: int) -> None:
         """Set the pointers that calls may change."""

@@ -12,6 +12,7 @@ import glob
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tdx.runtime.driver.base import DeviceInfo
@@ -111,6 +112,26 @@ def _current() -> int:
     return int(current)
 
 
+class _Using:
+    """See CudaDevice.using. Every product of cuBLAS enters it: a generator would take longer."""
+
+    __slots__ = ("_context", "_other")
+
+    def __init__(self, context: Any):
+        self._context, self._other = context, 0
+
+    def __enter__(self) -> None:
+        current = _current()
+        if current != int(self._context):
+            call("using the context", cu.cuCtxSetCurrent, self._context)
+            self._other = current
+
+    def __exit__(self, *exc: object) -> None:
+        if self._other:
+            with contextlib.suppress(TdxError):  # that one may be gone
+                call("leaving the context", cu.cuCtxSetCurrent, self._other)
+
+
 _kept: set[str] = set()  # GPUs whose primary context outlives the world
 _open: Counter[int] = Counter()  # open drivers of each context
 _before: dict[int, Any] = {}  # what was current when the first of them was opened
@@ -176,23 +197,12 @@ class CudaDevice:
                 with contextlib.suppress(TdxError):  # that one may be gone
                     call("leaving the context", cu.cuCtxSetCurrent, current)
 
-    @contextlib.contextmanager
-    def using(self) -> Iterator[None]:
+    def using(self) -> AbstractContextManager[None]:
         """This GPU is the thread's here: for what belongs to the GPU that is current.
 
         Another one, as frameworks leave it behind, comes back afterwards.
         """
-        current = _current()
-        if current == int(self._context):
-            yield
-            return
-        self.bind_thread()
-        try:
-            yield
-        finally:
-            if current:
-                with contextlib.suppress(TdxError):  # that one may be gone
-                    call("leaving the context", cu.cuCtxSetCurrent, current)
+        return _Using(self._context)
 
     def wait_elsewhere(self, index: int, stream: int) -> None:
         """Wait for the work on a stream of another GPU; its context may be that of the thread."""

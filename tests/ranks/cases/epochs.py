@@ -233,7 +233,9 @@ PRODUCTS = {  # the plan, and the rows of its result
     "matmul_reduce_scatter-one_kernel": (
         partial(tdx.MatmulReduceScatter, algorithm="one_kernel"), lambda m, size: m // size,
     ),
-    "matmul_all_reduce": (tdx.MatmulAllReduce, lambda m, size: m),
+    "matmul_all_reduce-one_shot": (
+        partial(tdx.MatmulAllReduce, algorithm="one_shot"), lambda m, size: m,
+    ),
     "matmul_all_reduce-two_shot": (
         partial(tdx.MatmulAllReduce, algorithm="two_shot"), lambda m, size: m,
     ),
