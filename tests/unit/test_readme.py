@@ -10,7 +10,13 @@ import pytest
 import tdx
 from tests.helpers.commands import ROOT, run_tdx
 from tests.helpers.framework_table import COLUMNS, REFUSALS, columns_of, replaced, table
-from tests.helpers.measured_table import MEASURED, floor_table, measured_table, product_table
+from tests.helpers.measured_table import (
+    MEASURED,
+    floor_table,
+    measured_table,
+    product_table,
+    products_page,
+)
 
 _TEXT = (ROOT / "README.md").read_text()
 _DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -62,7 +68,9 @@ def test_measured_figures_are_those_of_the_benchmarks():
     for gpus in MEASURED:
         assert measured_table(gpus) in _TEXT
         assert product_table(gpus) in _TEXT
-    assert floor_table() in (ROOT / "docs" / "benchmarks" / "README.md").read_text()
+    folder = ROOT / "docs" / "benchmarks"
+    assert floor_table() in (folder / "README.md").read_text()
+    assert products_page() == (folder / "products.md").read_text()
 
 
 def test_table_of_frameworks_could_have_been_printed():
