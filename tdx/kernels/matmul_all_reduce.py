@@ -4,7 +4,7 @@ Every rank multiplies its A (M, K_local) by its B (K_local, N).
 
 one_shot     One kernel. Its persistent blocks push each partial tile to all ranks as soon as it is
              finished, with a signal, and add all ranks' partials of every tile as they arrive.
-             (W - 1) * M * N elements out, one hop, for the few rows of decoding.
+             (W - 1) * M * N elements out, one hop, for few rows of two ranks.
 two_shot     One kernel. Each tile has one owner. A rank computes the next ranks' tiles first and
              its own last, then adds the partials of its own tiles, pushes the finished tiles to
              all, and takes what the other owners push. 2 * (W - 1) / W * M * N elements out, two
@@ -14,7 +14,7 @@ copy_engine  Each rank owns rows. Partials go to their owners as in matmul_reduc
              to all as soon as its tiles are summed. A second kernel takes what the others send.
              As many elements: half of them hidden behind the product of the others' rows, half
              behind that of the own rows, which takes 1 / W of the time.
-unfused      The product, then an all-reduce: see product_first.py.
+unfused      The product, then an all-reduce, for the few rows of decoding: see product_first.py.
 
 cuBLAS may multiply for "unfused" and, in part or all, for "copy_engine": see library_sums.py.
 
