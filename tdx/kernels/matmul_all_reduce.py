@@ -190,8 +190,10 @@ class MatmulAllReduce(ReducedProduct):
         size, columns = self.group.size, self.shape_b[1]
         if size == 1 or self.world.backend == "host":
             return False
-        few = any(self._rows <= rows and columns <= most for rows, most in _FEW_OF_TWO)
-        if few if size == 2 else nbytes < _FEW_BYTES:
+        few = nbytes < _FEW_BYTES
+        if size == 2:
+            few = any(self._rows <= rows and columns <= most for rows, most in _FEW_OF_TWO)
+        if few:
             return True
         large = self.product.scaled and self._rows >= _FIRST and columns % 16 == 0
         return large and self.has_library()

@@ -378,3 +378,13 @@ def test_other_options_of_a_matmul(options):
 def test_all_reduce_config(values, words):
     with pytest.raises(InvalidArgument, match=words):
         AllReduceConfig(*values)
+
+
+@pytest.mark.parametrize(
+    ("arch", "itemsize", "height"),
+    [("sm_90", 2, 64), ("sm_100", 2, 64), ("sm_80", 2, 32), ("sm_120", 2, 32), ("sm_90", 4, 32)],
+)
+def test_tiles_of_few_rows_are_as_high_as_tensor_cores_take(arch, itemsize, height):
+    for rows in (17, 32):
+        assert choose_tile("cuda", arch, rows, 4096, 1024, itemsize).block_m == height
+    assert choose_tile("cuda", arch, 16, 4096, 1024, itemsize).block_m == 16
