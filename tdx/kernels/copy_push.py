@@ -13,10 +13,11 @@ two streams: a signal behind a chunk takes a while, in which the other stream co
 cuBLAS tells nothing, and a kernel that waits would take a multiprocessor from it: the waits for all
 peers' credits come first then, and copies follow a product in order of streams.
 
-Copies cannot look at faults. When a wait was given up no new signal for that peer follows them, and
-before them its signals from this rank are taken back. Who has read what they write waits for all of
-its signals once more, at the end of the kernel or in one behind it: either they are still there,
-and what was read was that of its own call, or the wait is in vain and its rank has a fault as well.
+Copies cannot look at faults. Where one stands as the data is there no new signal follows them; if a
+wait was given up that peer's signals from this rank are taken back before them. Who has read what
+they write waits for all of its signals once more, at the end of the kernel or in one behind it:
+either they are still there, and what was read was that of its own call, or the wait is in vain and
+its rank has a fault as well.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tdx.runtime.world import World
 
 __all__ = ["Beside", "CopyPush", "confirm_kernel", "enter_kernel", "grant_kernel"]
 
-_STREAMS = 2  # which have a chunk each in turn
+_STREAMS = 2  # which have chunks in turn
 _Copy = tuple[int, int, int, bool]  # to, from, bytes; whether `from` counts from an operand's begin
 _Work = tuple[int, Callable[..., None] | _Copy]  # with the stream
 
@@ -70,12 +71,9 @@ def grant_kernel(progress, credit, epoch, world, finished, sent, peer, word, chu
     ok = tdl.wait(credit + peer, world, number, peer=peer)
     if count > 0:
         ok = tdl.wait(finished + word, world, number * count, peer=me) & ok
-    if ok:
-        if tdl.no_fault(world):
-            tl.store(sent, number)
-    else:
-        never = number - (1 << 30)
-        tl.store(sent, never)
+    never = number - (1 << 30)
+    tl.store(sent, tl.where(ok & tdl.no_fault(world), number, never))
+    if ok == 0:
         for each in range(0, chunks):
             signal = tdl.symm_at(progress + me * chunks + each, peer, world)
             tl.atomic_xchg(signal, never, sem="release", scope="sys")
@@ -130,11 +128,14 @@ class CopyPush:
         (W * chunks) words of int32: chunk c for a peer is there when every call has added
         `counts[c]` to its. It should be made for the next rank first, and so on. Default: all is
         there, and the first chunk on each stream waits for the peer's credit.
+    phased : bool
+        Chunks should be made one after the other, each for all ranks.
     common : bool
         All peers get the same: `finished` has (chunks) words, of which the first should be there
         first.
     behind : CopyPush, optional
-        One which copies this, too, on its streams and after its own; then it alone is started.
+        One which copies this, too, on its streams and after its own, `phased` each chunk after its
+        own; then it alone is started.
 
     Attributes
     ----------
@@ -146,15 +147,15 @@ class CopyPush:
         self, plan: Plan, signals: tuple[Any, ...], chunks: int,
         pieces: Callable[[int, int], Sequence[tuple[Array, int, Array | None, int, int]]],
         finished: Array | None = None, counts: Sequence[int] = (0,) * _STREAMS,
-        common: bool = False, behind: CopyPush | None = None,
+        phased: bool = False, common: bool = False, behind: CopyPush | None = None,
     ):  # fmt: skip
         group, world = plan.group, plan.world
         progress, credit = signals[:2]
         peers = group.size - 1
         self._driver = world.driver
-        self._work: list[_Work] = []
-        self._behind: list[_Work] = []  # of those which are behind this one
-        self._credits: list[_Work] = []
+        self._work: list[list[_Work]] = [[] for _ in range(chunks if phased else 1)]
+        self._behind: list[list[_Work]] = [[] for _ in self._work]  # of one behind this one
+        credits: dict[tuple[int, int], _Work] = {}  # by stream and peer
         self._copies: dict[tuple[int, int], list[_Work]] = {}  # by peer and chunk
         if behind is None:
             self._beside = Beside(world, min(_STREAMS, chunks) if peers else 0)
@@ -166,7 +167,10 @@ class CopyPush:
         # of each stream: where waits on one were given up, those on the other may not have been
         sent = world.zeros((_STREAMS, group.size, 4), np.int32, symmetric=False)  # 16 bytes each
         turns = [(hop, chunk) for hop in range(peers) for chunk in range(chunks)]
-        for hop, chunk in sorted(turns, key=lambda turn: turn[1]) if common else turns:
+        if phased or common:
+            turns.sort(key=lambda turn: turn[1])
+        for hop, chunk in turns:
+            work = self._work[chunk if phased else 0]
             peer = (group.rank + 1 + hop) % group.size
             which = chunk % len(streams)
             side, word = streams[which].handle, sent[which, peer]
@@ -175,9 +179,9 @@ class CopyPush:
                 word, peer, chunk if common else peer * chunks + chunk, chunks, num_warps=1,
             )  # fmt: skip
             if chunk < len(counts):
-                self._work.append((side, grant(counts[chunk])))
-            if chunk < len(streams) and behind is None:
-                self._credits.append((side, grant(0) if any(counts) else self._work[-1][1]))
+                work.append((side, grant(counts[chunk])))
+            if (which, peer) not in credits and behind is None:
+                credits[which, peer] = side, grant(0) if any(counts) else work[-1][1]
             copies = self._copies[peer, chunk] = []
             for array, offset, source, begin, nbytes in pieces(peer, chunk):
                 place = array.peer(group.ranks[peer])._address + offset
@@ -186,7 +190,8 @@ class CopyPush:
             signal = progress.peer(group.ranks[peer])._address
             signal += 4 * (group.rank * chunks + chunk)
             copies.append((side, (signal, word._address, 4, False)))
-            self._work += copies
+            work += copies
+        self._credits = list(credits.values())
 
     def start(self, stream: int, x: Operand | None = None) -> int:
         """Queue all of it, behind what is queued on `stream` now; returns a stream of it.
@@ -194,14 +199,15 @@ class CopyPush:
         `x`: what is read where `pieces` have no array.
         """
         self._beside.fork(stream)
-        self._queue(self._work, x)
-        self._queue(self._behind, x)
+        for work, behind in zip(self._work, self._behind, strict=True):
+            self._queue(work, x)
+            self._queue(behind, x)
         return self._beside.streams[-1].handle
 
     def begin(self, stream: int) -> int:
         """Queue waits for credits; returns a stream of them.
 
-        `send` is to queue the copies, then `rest` what is behind.
+        `send` is to queue the copies, then `rest` what is behind those of a phase.
         """
         self._beside.fork(stream)
         self._queue(self._credits)
@@ -213,11 +219,11 @@ class CopyPush:
         for chunk in chunks:
             self._queue(self._copies[peer, chunk])
 
-    def rest(self, stream: int, x: Operand) -> None:
-        """Queue what is behind this one, also behind `stream`; `x` as `start` has it."""
-        if self._behind:
+    def rest(self, stream: int, x: Operand, phase: int) -> None:
+        """Queue what is behind a phase, also behind `stream`; `x` as `start` has it."""
+        if self._behind[phase]:
             self._beside.fork(stream)
-            self._queue(self._behind, x)
+            self._queue(self._behind[phase], x)
 
     def _queue(self, items: Iterable[_Work], x: Operand | None = None) -> None:
         base, keep = (0, None) if x is None else (x.address, x.owner)

@@ -10,10 +10,10 @@ two_shot     One kernel. Each tile has one owner. A rank computes the next ranks
              all, and takes what the other owners push. 2 * (W - 1) / W * M * N elements out, two
              hops.
 copy_engine  Each rank owns rows. Partials go to their owners as in matmul_reduce_scatter.py, where
-             an own tile is summed as soon as it is computed; copy engines send a chunk of own rows
-             to all as soon as its tiles are summed. A second kernel takes what the others send.
-             As many elements: half of them hidden behind the product of the others' rows, half
-             behind that of the own rows, which takes 1 / W of the time.
+             an own tile is summed as it is computed; copy engines send a chunk of own rows to all
+             as soon as its tiles are summed. A second kernel takes what the others send. As many
+             elements. Several peers compute a chunk of each rank's rows after the other, so that
+             only the last chunk's second hop is not hidden; of two ranks the own half hides it.
 unfused      The product, then an all-reduce, for the few rows of decoding: see product_first.py.
 
 cuBLAS may multiply for "unfused" and, in part or all, for "copy_engine": see library_sums.py.
@@ -43,7 +43,7 @@ from tdx.kernels.product import Config, least_us
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.product_options import ProductOptions, options_of, takes_options
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
-from tdx.kernels.scattered_rows import chunk_rows, fused_tile
+from tdx.kernels.scattered_rows import fused_tile
 from tdx.kernels.select import block_elements, cheapest, constants, engines_us, follows
 from tdx.kernels.summed_tiles import SummedTiles
 from tdx.kernels.tile_product import known
@@ -56,10 +56,10 @@ from tdx.runtime.driver.base import Bound
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
 ALGORITHMS = ("one_shot", "two_shot", "copy_engine", "unfused")
-# Measured on H100s. Of four: as many times what copies to all take is the least time of products
-# that copy engines are for, and bytes of a result from which one kernel gains. Of two: rows and
-# columns up to which none does. Of float8: rows from which cuBLAS multiplies first.
-_SHORT, _FEW_BYTES = 1.05, 8 << 20
+# Measured on H100s. Of four, H200s too: as many times what copies to all take is the least time of
+# products that copy engines are for, and bytes of a result from which one kernel gains. Of two:
+# rows and columns up to which none does. Of float8: rows from which cuBLAS multiplies first.
+_SHORT, _FEW_BYTES = 1.7, 8 << 20
 _FEW_OF_TWO, _FIRST = ((16, 1 << 20), (256, 4096)), 512
 
 
@@ -166,16 +166,17 @@ class MatmulAllReduce(ReducedProduct):
         self.same_tile = algorithm in sent
         if algorithm == "copy_engine":
             check_fused(config, algorithm, limits.gathered_rows)
-            return fused_tile(self, config, -(-self._rows // size), passes=2), algorithm
+            return fused_tile(self, config, -(-self._rows // size), whole=True), algorithm
         if algorithm != "unfused":
             check_fused(config, algorithm)
         tile = self.product.tile(config, self.world, self._rows, n, k, split=algorithm == "unfused")
         return tile, algorithm
 
     def _is_short(self, owned: int) -> bool:
-        """Whether products take less time than copies of `owned` bytes to all of several peers.
+        """Whether products hardly hide the copies of `owned` bytes to all of several peers, twice.
 
-        Both hops then take the links longer than anything hides. Ranks vote: their K may differ.
+        The products of a phase hide one hop of it, and the other of the phase before. Ranks vote:
+        their K may differ.
         """
         backend, size, (k, n) = self.world.backend, self.group.size, self.shape_b
         if size == 2:
@@ -213,10 +214,8 @@ class _CopyEngine(Fused):
         world, size, rank = plan.world, plan.group.size, plan.group.rank
         whole, columns, kind = plan._rows, plan.shape_b[1], plan.product.out_dtype
         rows, line = -(-whole // size), columns * kind.itemsize
-        least = constants(world.backend).gathered_rows
-        height = chunk_rows(rows, least, size - 1, passes=2)
-        super().__init__(plan, rows, height)
-        counts = self.own_counts
+        super().__init__(plan, rows, whole=True)
+        counts, height = self.own_counts, self.parts.own_chunk
         results = plan.workspace("results", (size, max(1, rows * columns)), kind)
         self.progress = plan.workspace("summed", (size * len(counts),), "int32", len(counts))
 
@@ -228,7 +227,7 @@ class _CopyEngine(Fused):
         if self.push is not None:
             CopyPush(
                 plan, (self.progress, *self.meeting), len(counts), pieces, self.made, counts,
-                common=True, behind=self.push,
+                self.phased, common=True, behind=self.push,
             )  # fmt: skip
             block = block_elements(world.backend, min(height, rows) * columns)
             self._take = plan.bind(

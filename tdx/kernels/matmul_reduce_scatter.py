@@ -47,10 +47,10 @@ from tdx.kernels.product_options import ProductOptions, options_of, takes_option
 from tdx.kernels.reduce_scatter import ReduceScatter
 from tdx.kernels.reduced_product import ReducedProduct, Way, check_fused, reduced_product
 from tdx.kernels.scattered_rows import (
+    Parts,
     chunk_tiles,
     fused_tile,
     is_short,
-    sent_rows,
     sum_tile,
     wait_each,
 )
@@ -70,7 +70,7 @@ _LONG = 1 << 16
 _FIRST = 256  # rows of a rank from which float8 is multiplied first, by cuBLAS; on two H100s
 _SIZES = [
     "rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
-    "chunks", "first",
+    "chunks", "first", "last",
 ]  # fmt: skip
 
 
@@ -78,20 +78,21 @@ _SIZES = [
 def fused_kernel(
     a, b, scale_a, scale_b, c, bias, partials, outgoing, finished, made, signals, credit, epoch,
     world, rows, whole, columns, depth, stride_am, stride_ak, stride_bk, stride_bn, chunks, first,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    last, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, A_STEP: tl.constexpr, B_STEP: tl.constexpr,
     EVEN: tl.constexpr, DESCRIBED: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr,
-    OWN_CHUNK: tl.constexpr,
+    OWN_CHUNK: tl.constexpr, PHASED: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of all owners' `rows` rows, the next rank's first, and sum the own ones.
 
-    cuBLAS has those before tile `first`, see library_sums.py. Peers' tiles go to `outgoing`, and
-    are counted in `finished`, for each CHUNK of rows, which are computed one after the other, as
-    near as GROUP_M allows, like those of own rows. Tiles are put away in 1 or 4 PIECES. If
-    OWN_CHUNK is 0, c has the own rows. Else it has the `whole` rows of all owners, of which the
-    last may have fewer, and the own tiles are counted in `made`, for each OWN_CHUNK of rows, which
-    are computed one after the other.
+    Tiles from `first` to `last`; cuBLAS has the others, see library_sums.py. Peers' tiles go to
+    `outgoing`, and are counted in `finished`, for each CHUNK of rows, which are computed one after
+    the other, as near as GROUP_M allows, like those of own rows. Tiles are put away in 1 or 4
+    PIECES. If OWN_CHUNK is 0, c has the own rows. Else it has the `whole` rows of all owners, of
+    which the last may have fewer, and the own tiles are counted in `made`, for each OWN_CHUNK of
+    rows, which are computed one after the other. PHASED, all owners' tiles of a chunk come before
+    those of the next; the chunks are the same. They are multiples of BM.
     """
     columns = known(columns, EVEN)
     depth = known(depth, EVEN)
@@ -102,21 +103,23 @@ def fused_kernel(
     sound = tdl.no_fault(world)
     tiles_m = tl.cdiv(rows, BM)
     tiles_n = tl.cdiv(columns, BN)
-    tiles = tiles_m * tiles_n
-    own = c
-    if OWN_CHUNK > 0:
-        own += me.to(tl.int64) * rows * columns
+    own = c + me.to(tl.int64) * rows * columns if OWN_CHUNK > 0 else c
+    phase = tl.minimum(CHUNK // BM, tiles_m) * tiles_n * ranks  # tiles of all owners
     GROUP: tl.constexpr = CHUNK // BM if CHUNK < GROUP_M * BM else GROUP_M
     OWN_GROUP: tl.constexpr = OWN_CHUNK // BM if OWN_CHUNK < GROUP * BM else GROUP
-    for index in range(first + tl.program_id(0), tiles * ranks, tl.num_programs(0)):
-        owner = (me + 1 + index // tiles) % ranks
-        row, col = grouped_tile(index % tiles, tiles_m, tiles_n, GROUP)
+    for index in range(first + tl.program_id(0), last, tl.num_programs(0)):
+        above = index // phase * (CHUNK // BM) if PHASED else 0  # rows of tiles, in phases before
+        height = tl.minimum(tiles_m - above, CHUNK // BM) if PHASED else tiles_m
+        number = index % phase if PHASED else index
+        owner = (me + 1 + number // (height * tiles_n)) % ranks
+        row, col = grouped_tile(number % (height * tiles_n), height, tiles_n, GROUP)
         part = owner.to(tl.int64) * rows
         count = rows
         if OWN_CHUNK > 0:
             if owner == me:
-                row, col = grouped_tile(index % tiles, tiles_m, tiles_n, OWN_GROUP)
+                row, col = grouped_tile(number % (height * tiles_n), height, tiles_n, OWN_GROUP)
             count = tl.minimum(rows, whole - part).to(tl.int32)
+        row += above
         total = tile_product(
             a, b, scale_a, scale_b, part, row, col, count, columns, depth,
             stride_am, stride_ak, stride_bk, stride_bn,
@@ -138,7 +141,8 @@ def fused_kernel(
         elif OWN_CHUNK > 0:
             tdl.notify(made + row * BM // OWN_CHUNK, me, world, 1, op="add")
     tdl.wait_all(credit, ranks, world, tl.load(epoch))
-    for chunk in range(0, chunks):
+    begin = first // phase if PHASED else 0
+    for chunk in range(begin, tl.cdiv(last, phase) if PHASED else chunks):
         wait_each(signals + chunk, ranks, chunks, world, epoch, sound)  # see copy_push.py
 
 
@@ -240,7 +244,7 @@ class MatmulReduceScatter(ReducedProduct):
                 algorithm = "unfused"
         self.same_tile = algorithm == "one_kernel"
         if algorithm == "fused":
-            check_fused(config, algorithm, sent_rows(self, self._rows))
+            check_fused(config, algorithm, Parts.of(self, self._rows, whole=False).chunk)
             return fused_tile(self, config, self._rows), algorithm
         if algorithm == "unfused":
             return tile(depth, split=True), algorithm
@@ -274,16 +278,17 @@ class MatmulReduceScatter(ReducedProduct):
 class Fused:
     """Workspaces, kernels and copies of the fused algorithm. A Way.
 
-    Every rank owns `rows` rows, the last ones as many as there are. With `own_chunk` the result has
-    all rows, and `made` counts the own tiles for each so many, `own_counts` in a call; else it has
-    the own rows.
+    Every rank owns `rows` rows, the last ones as many as there are. The result has the own rows, or
+    the `whole` ones of all.
 
     Attributes
     ----------
-    rows, own_chunk, chunk : int
-        Rows of a rank, of what `made` counts, of what is sent at a time.
-    counts : list[int]
-        Tiles of each chunk that is sent.
+    rows, parts : int, Parts
+        Rows of a rank, and those that are computed, and sent, at a time.
+    phased : bool
+        Whether there are phases; then they are what is sent.
+    counts, own_counts, phases : list[int]
+        Tiles of each chunk of partial sums, of finished rows, of each phase and rank.
     shared : tuple
         Partials from peers and for them, tiles that are finished and made, signals, credit, epoch,
         the group's handle.
@@ -291,23 +296,22 @@ class Fused:
         The copies to peers.
     """
 
-    def __init__(self, plan: ReducedProduct, rows: int, own_chunk: int = 0):
+    def __init__(self, plan: ReducedProduct, rows: int, whole: bool = False):
         world, size, config = plan.world, plan.group.size, plan.config
         columns, kind = plan.shape_b[1], plan.partial_dtype
-        self.rows, self.own_chunk = rows, own_chunk
-        self._tiles = config.tiles(rows, columns)
-        self.chunk = sent_rows(plan, rows, passes=2 if own_chunk else 1)
-        counts = self.counts = chunk_tiles(config, rows, columns, self.chunk)
-        chunks = len(counts)
-        part = max(1, rows * columns)
+        self.rows, parts = rows, Parts.of(plan, rows, whole)
+        self.parts, self.phased = parts, parts.phase < rows
+        counts = self.counts = chunk_tiles(config, rows, columns, parts.chunk)
+        self.phases = counts if self.phased else [sum(counts)]
+        chunks, part = len(counts), max(1, rows * columns)
         partials = plan.workspace("partials", (size, part), kind)
         self.signals = plan.workspace("sent", (size * chunks,), "int32", chunks)
         credit = plan.workspace("credit", (size,), "int32")
         steps = max(1, *counts)
         finished = plan.workspace("finished_tiles", (size * chunks,), "int32", steps=steps)
         self.made = finished
-        if own_chunk:
-            own = self.own_counts = chunk_tiles(config, rows, columns, own_chunk)
+        if parts.own_chunk:
+            own = self.own_counts = chunk_tiles(config, rows, columns, parts.own_chunk)
             self.made = plan.workspace("own_tiles", (len(own),), "int32", steps=max(1, *own))
         epoch = world.zeros((1,), "int32", symmetric=False)
         outgoing = world.empty((size, part), kind, symmetric=False)
@@ -319,14 +323,14 @@ class Fused:
         rank, line = plan.group.rank, columns * kind.itemsize
 
         def pieces(peer: int, chunk: int) -> list[tuple[Array, int, Array | None, int, int]]:
-            first = chunk * self.chunk
-            nbytes = min(self.chunk, rows - first) * line
+            first = chunk * parts.chunk
+            nbytes = min(parts.chunk, rows - first) * line
             to, at = (rank * rows + first) * line, (peer * rows + first) * line
             return [(partials, to, outgoing, at, nbytes)]
 
         self.push: CopyPush | None = None
-        if size > 1 and self._tiles:
-            self.push = CopyPush(plan, meeting, chunks, pieces, finished, counts)
+        if size > 1 and sum(counts):
+            self.push = CopyPush(plan, meeting, chunks, pieces, finished, counts, self.phased)
 
     def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call."""
@@ -346,19 +350,22 @@ class Fused:
         """The product for operands so laid out."""
         return bind_library_sums(plan, self, layout) or self.kernel(plan, layout)
 
-    def kernel(self, plan: Any, layout: Sequence[Any], own: bool = False) -> Bound:
-        """fused_kernel; with `own` it computes the own tiles only."""
+    def kernel(self, plan: Any, layout: Sequence[Any], phase: int | None = None) -> Bound:
+        """fused_kernel; for a `phase` it computes the own tiles only."""
         strides, steps, bias, aligned, _ = layout
         world, product, config = plan.world, plan.product, plan.config
-        sizes, all_tiles = plan._sizes(strides), self._tiles * plan.group.size
-        first = all_tiles - self._tiles if own else 0
+        sizes, first, last = plan._sizes(strides), 0, sum(self.phases) * plan.group.size
+        if phase is not None:
+            last = sum(self.phases[: phase + 1]) * plan.group.size
+            first = last - self.phases[phase]
         described = product.described(world, config, sizes, aligned)
         scale, out = product.scale_dtype, product.out_dtype
         kinds = (*product.kinds(config, described, sizes), scale, scale, out, bias)
         beside = 0 if self.push is None else self.push.blocks
         return plan.bind(
-            fused_kernel, blocks_for(world, all_tiles - first, beside), kinds, *self.shared,
-            self.rows, *sizes, len(self.counts), first, CHUNK=self.chunk, OWN_CHUNK=self.own_chunk,
+            fused_kernel, blocks_for(world, last - first, beside), kinds, *self.shared,
+            self.rows, *sizes, len(self.counts), first, last, CHUNK=self.parts.chunk,
+            OWN_CHUNK=self.parts.own_chunk, PHASED=self.phased,
             PIECES=4 if world.backend != "host" and config.block_n >= 64 else 1,
             **product.constants, **product.product_constants(config, sizes, steps, described),
         )  # fmt: skip

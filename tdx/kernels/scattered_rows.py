@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -14,13 +17,15 @@ from tdx.kernels.tile_product import store_tile
 from tdx.runtime.agreement import unanimous
 
 __all__ = [
-    "chunk_rows", "chunk_tiles", "fused_tile", "is_short", "sent_rows", "sum_tile", "wait_each",
+    "Parts", "chunk_tiles", "each_phase", "fused_tile", "is_short", "product_turns", "sum_tile",
+    "wait_each",
 ]  # fmt: skip
 
 # A short product's time: of two ranks in what copy engines take besides the bytes, of more in all
 # that they take; and what each of more sends beside which all are, with cuBLAS and without. On two
 # H200s and four H100s.
 _SHORT, _SHORT_OF_MANY, _FEW_BYTES = 3, 0.7, (8 << 20, 12 << 20)
+_EVEN = 1.05  # as many times as many turns of tiles phases may take
 
 
 def is_short(plan: ReducedProduct, rows: int) -> bool:
@@ -46,29 +51,106 @@ def is_short(plan: ReducedProduct, rows: int) -> bool:
     return unanimous(plan.group, call, short)
 
 
-def fused_tile(plan: ReducedProduct, config: Config | None, rows: int, passes: int = 1) -> Config:
-    """The tile of a product of which each rank owns `rows` rows; see choose_tile."""
+def fused_tile(
+    plan: ReducedProduct, config: Config | None, rows: int, whole: bool = False
+) -> Config:
+    """The tile of a product of which each rank owns `rows` rows; see Parts."""
     k, n = plan.shape_b
-    last = min(rows, sent_rows(plan, rows, passes)) * n * plan.partial_dtype.itemsize
+    last = min(rows, Parts.of(plan, rows, whole).chunk) * n * plan.partial_dtype.itemsize
     sending_us = engines_us(plan.world.backend, last)
     return plan.product.tile(config, plan.world, rows, n, k, plan.group.size, sending_us=sending_us)
 
 
-def sent_rows(plan: ReducedProduct, rows: int, passes: int = 1) -> int:
-    """Rows of a chunk of a peer's `rows` partial rows: a power of two.
+@dataclass(frozen=True)
+class Parts:
+    """How many of the `rows` rows that a rank owns are computed, and sent, at a time.
 
-    The last peer's are needed as soon as the own tiles are computed. If all blocks are at work for
-    the rows of one rank, one part of them is sent while they compute the next.
+    Attributes
+    ----------
+    phase : int
+        Rows of each rank that all compute before they go on, `rows` if they do not.
+    chunk : int
+        Of partial sums which are sent: a power of two.
+    own_chunk : int
+        Of finished ones, likewise; 0: of these none is sent.
+    """
+
+    phase: int
+    chunk: int
+    own_chunk: int
+
+    @classmethod
+    def of(cls, plan: ReducedProduct, rows: int, whole: bool) -> Parts:
+        """`whole`: every rank gets all rows."""
+        peers, limits = plan.group.size - 1, constants(plan.world.backend)
+        if not whole:
+            return cls(rows, _sent_rows(plan, rows, 1), 0)
+        own = _chunk_rows(rows, limits.gathered_rows, peers, 2)
+        phase = _phase_rows(plan, rows, own) if peers > 1 else rows
+        if phase < rows:
+            return cls(phase, phase, phase)
+        return cls(rows, _sent_rows(plan, rows, 2), own)
+
+
+def _sent_rows(plan: ReducedProduct, rows: int, passes: int) -> int:
+    """The last peer's are needed as soon as the own tiles are computed.
+
+    If all blocks are at work for the rows of one rank, one part of them is sent while they compute
+    the next.
     """
     limits = constants(plan.world.backend)
     most, tile = limits.scattered_rows, limits.tile[0] * limits.described_columns
     half = max(most // 2, limits.tile[0])
     if half < rows <= most and rows * plan.shape_b[1] > tile * limits.blocks:
         return half
-    return chunk_rows(rows, most, plan.group.size - 1, passes)
+    return _chunk_rows(rows, most, plan.group.size - 1, passes)
 
 
-def chunk_rows(rows: int, least: int, peers: int, passes: int = 1) -> int:
+def _phase_rows(plan: ReducedProduct, rows: int, least: int) -> int:
+    """Few, as nothing hides what is sent after the last phase, but a chunk for copy engines.
+
+    And as many as are multiplied about as fast as all `rows` at once.
+    """
+    n = plan.shape_b[1]
+    limits = constants(plan.world.backend)
+    if plan.world.backend == "host":
+        return least
+    while least < rows and least * n * plan.partial_dtype.itemsize < limits.engine_bytes:
+        least *= 2
+    blocks, phase = plan.world.driver.resident_blocks(), least
+    most = _EVEN * product_turns([rows], n, blocks)
+    while phase < rows:
+        phases = each_phase(rows, phase)
+        even = (
+            not plan.product.scaled or phases[-1] == phase
+        )  # cuBLAS does not make few rows of float8
+        if even and product_turns(phases, n, blocks) <= most:
+            return phase
+        phase *= 2
+    return rows
+
+
+def each_phase(rows: int, phase: int) -> list[int]:
+    """The rows of each phase."""
+    return [min(phase, rows - first) for first in range(0, rows, phase)]
+
+
+def product_turns(heights: Iterable[int], columns: int, blocks: int, width: int = 0) -> float:
+    """Turns of tiles of the most columns that products of so many rows take.
+
+    In tiles of `width`, or the best.
+    """
+    limits = constants("cuda")
+    times = limits.tile_times
+
+    def turns(rows: int, width: int) -> float:
+        tiles = -(-rows // limits.tile[0]) * -(-columns // width)
+        return -(-tiles // blocks) * times.get(width, width / max(times))
+
+    return sum(min(turns(rows, each) for each in ([width] if width else times)) for rows in heights)
+
+
+def _chunk_rows(rows: int, least: int, peers: int, passes: int) -> int:
     """Rows of a chunk, a power of two if `least` is.
 
     A stream's queue takes about 1000 entries: three for each chunk and peer, in each pass.

@@ -61,7 +61,7 @@ class Constants:
         communication follow one another; see `follows`.
     scattered_rows, gathered_rows : int
         Rows that a rank sends to a peer at a time beside a matmul, of partial sums and of finished
-        ones: powers of two, not less than the rows of any tile.
+        ones, or in phases the least of both: powers of two, not less than the rows of any tile.
     summed_bytes : int
         Bytes of a rank's rows of a product from which copy engines move what is to be summed.
     """

@@ -136,11 +136,12 @@ def _take(even: bool = True):
 def _summed(own_chunk: int = 0):
     """The tile is what choose_tile gives for 4096 rows of 8192 columns."""
     values = {"BM": 128, "BN": 256, "WIDTH": 64, "HAS_BIAS": True, "ACTIVATION": "none",
-              "EVEN": True, "CHUNK": 512, "OWN_CHUNK": own_chunk}  # fmt: skip
+              "EVEN": True, "CHUNK": 512, "OWN_CHUNK": own_chunk,
+              "PHASED": own_chunk > 0}  # fmt: skip
     types = {
         **dict.fromkeys(("c", "bias", "partials", "outgoing"), "*bf16"),
         **dict.fromkeys(("made", "signals", "credit", "epoch"), "*i32"), "world": "world",
-        **dict.fromkeys(("rows", "whole", "columns", "chunks"), "i32"),
+        **dict.fromkeys(("rows", "whole", "columns", "chunks", "first", "last"), "i32"),
         **dict.fromkeys(values, "constexpr"),
     }  # fmt: skip
     return "library_sums.sum_kernel", types, values, {"num_warps": 8}

@@ -26,9 +26,9 @@ def product_call(
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "HAS_BIAS": True, "ACTIVATION": "gelu_tanh",
         "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": not any(extent % 16 for extent in shape[1:]),
         "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False, "TRACE": False,
-        "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "OWN_CHUNK": 0, "SPLIT": 2,
-        "WIDE": False, "PAIRS": size == 2, "SCATTERED": False, "BLOCK": 1024, "SAMPLES": 128,
-        "PUSH": True, "UNIT": 16, "SCALED": size == 1, "SCALES": 256,
+        "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "SPLIT": 2,
+        "OWN_CHUNK": 0, "PHASED": False, "WIDE": False, "PAIRS": size == 2, "SCATTERED": False,
+        "BLOCK": 1024, "SAMPLES": 128, "PUSH": True, "UNIT": 16, "SCALED": size == 1, "SCALES": 256,
         "PRECISION": "promoted" if promoted else "ieee",
     }  # fmt: skip
     values |= chosen
@@ -48,7 +48,7 @@ def product_call(
         **dict.fromkeys(
             ("rows", "whole", "columns", "depth", "stride_am", "stride_ak", "stride_bk",
              "stride_bn", "chunk_rows", "chunks", "owned", "owned_rows", "line_units", "senders",
-             "late", "first"),
+             "late", "first", "last"),
             "i32"
         ),
         **dict.fromkeys(values, "constexpr"),
@@ -89,7 +89,11 @@ PRODUCTS = {
         {**RAGGED, "PUSH": False},
     ),
     "scattered-bf16": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {}),
-    "scattered-whole": ("matmul_reduce_scatter.fused_kernel", "bfloat16", {"OWN_CHUNK": 512}),
+    "scattered-whole": (
+        "matmul_reduce_scatter.fused_kernel",
+        "bfloat16",
+        {"CHUNK": 512, "OWN_CHUNK": 512, "PHASED": True},
+    ),
     "scattered-fp32": ("matmul_reduce_scatter.fused_kernel", "float32", {}),
     "finish-bf16": ("product_first.finish_kernel", "bfloat16", {}),
     "fused-bf16": ("summed_tiles.fused_kernel", "bfloat16", {}),
@@ -154,7 +158,7 @@ DESCRIBED = {
     "scattered-whole-described": (
         "matmul_reduce_scatter.fused_kernel",
         "bfloat16",
-        {"OWN_CHUNK": 512, **BY_DESCRIPTORS},
+        {"CHUNK": 512, "OWN_CHUNK": 512, "PHASED": True, **BY_DESCRIPTORS},
     ),
     "words-product-described": (
         "low_latency_product.low_latency_kernel",

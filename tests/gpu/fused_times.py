@@ -130,10 +130,10 @@ def _sums(
         _by_cublas(add, partial(make, algorithm=fused))
     usual, chosen = CONSTANTS[world.backend], make(algorithm=fused).config
     for sent in () if shares else _SENT_ROWS:
-        CONSTANTS[world.backend] = replace(usual, scattered_rows=sent)
+        CONSTANTS[world.backend] = replace(usual, scattered_rows=sent, gathered_rows=sent)
         for width in _WIDTHS:
             plan = make(algorithm=fused, config=_tile(world, chosen, width))
-            add(f"{width} columns, {plan._way.chunk} rows", plan)
+            add(f"{width} columns, {plan._way.parts.chunk} rows", plan)
     CONSTANTS[world.backend] = usual
     compared.time()
 
@@ -147,11 +147,14 @@ def _by_cublas(add: Callable[[str, Any], None], make: Callable[..., Any]) -> Non
     usual = library_sums._share
     for share in ("others", "all"):
         for parts in (1, 2):
-            library_sums._share = lambda *sizes, each=(share, parts): each
-            plan = make(library=True)
-            if plan._way.rows % (parts * plan._way.chunk) == 0 or parts == 1:
-                add(f"by cuBLAS: {share}, {parts} for a rank", plan)
+            if parts == 1 or _has_halves(chosen._way):
+                library_sums._share = lambda *sizes, each=(share, parts): each
+                add(f"by cuBLAS: {share}, {parts} for a rank", make(library=True))
     library_sums._share = usual
+
+
+def _has_halves(fused: Any) -> bool:
+    return not fused.phased and fused.rows % (2 * fused.parts.chunk) == 0
 
 
 def _tile(world: Any, chosen: Config, width: int) -> Config:

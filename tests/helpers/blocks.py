@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tdx.kernels import scattered_rows
 from tdx.kernels.select import CONSTANTS
 
 
@@ -34,4 +35,12 @@ def copy_engines(use: bool = True) -> Iterator[None]:
                 backend,
                 dataclasses.replace(constants, engine_bytes=1 if use else 1 << 62),
             )
+        yield
+
+
+@contextmanager
+def phases() -> Iterator[None]:
+    """Plans made inside gather sums of several peers in phases, though blocks may have no tiles."""
+    with copy_engines(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scattered_rows, "_EVEN", float("inf"))
         yield

@@ -31,7 +31,8 @@ class _StandIn:
 
 
 def _parts(plan: Any, fused: Any) -> int:
-    return 2 if fused.rows % (2 * fused.chunk) == 0 and not plan.product.scaled else 1
+    halves = not fused.phased and fused.rows % (2 * fused.parts.chunk) == 0
+    return 2 if halves and not plan.product.scaled else 1
 
 
 @contextmanager

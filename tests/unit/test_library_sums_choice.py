@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tdx.kernels.library_sums import _share
-from tdx.kernels.scattered_rows import fused_tile, sent_rows
+from tdx.kernels.scattered_rows import Parts, fused_tile
 from tdx.kernels.tiles import choose_tile
 
 
-def share(ranks, m, n, k, dtype="float16", gathered=False):
+def planned(ranks, m, n, k, dtype="float16", gathered=False):
     """As on a H100."""
     kind = np.dtype(dtype)
 
@@ -28,11 +28,17 @@ def share(ranks, m, n, k, dtype="float16", gathered=False):
         group=SimpleNamespace(size=ranks), dtype=kind, partial_dtype=kind, shape_b=(k, n),
         product=SimpleNamespace(scaled=kind.itemsize == 1, tile=tile),
     )  # fmt: skip
-    rows, passes = m // ranks, 2 if gathered else 1
-    plan.config = fused_tile(plan, None, rows, passes)
-    chunk = sent_rows(plan, rows, passes)
-    fused = SimpleNamespace(rows=rows, chunk=chunk, own_chunk=512 if gathered else 0)
-    return _share(plan, fused)
+    rows = m // ranks
+    plan.config = fused_tile(plan, None, rows, gathered)
+    return plan, SimpleNamespace(rows=rows, parts=Parts.of(plan, rows, gathered))
+
+
+def share(*given, **options):
+    return _share(*planned(*given, **options))
+
+
+def parts(*given, **options):
+    return planned(*given, gathered=True, **options)[1].parts
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,8 @@ def test_what_would_leave_blocks_idle_is_ours(ranks, shape):
 
 
 def test_gathered_sums_are_never_all_by_cublas():
-    assert share(4, 8192, 8192, 7168, gathered=True) == ("others", 2)
+    assert share(4, 8192, 8192, 7168, gathered=True) == ("others", 1)
+    assert share(2, 8192, 8192, 7168, gathered=True) == ("others", 2)
     assert share(4, 16384, 4096, 1792, gathered=True)[0] == "none"
 
 
@@ -72,3 +79,18 @@ def test_other_types():
     assert share(2, 8192, 8192, 7168, "int8") == ("all", 1)
     assert share(2, 8192, 8192, 7168, "float32")[0] == "none"
     assert share(4, 8192, 8192, 7168, "float32")[0] == "all"
+
+
+def test_several_peers_gather_in_phases():
+    """Of as few rows as fill blocks, if there are."""
+    assert parts(4, 8192, 8192, 7168) == Parts(512, 512, 512)
+    assert parts(4, 16384, 4096, 3584) == Parts(1024, 1024, 1024)
+    assert parts(4, 8192, 5120, 7168) == Parts(2048, 1024, 512)
+    assert parts(2, 8192, 8192, 7168) == Parts(4096, 1024, 512)
+    assert parts(4, 2048, 8192, 7168).phase == 512
+
+
+def test_phases_of_float8_leave_no_few_rows():
+    assert parts(4, 8192, 8192, 7168, "int8").phase == 512
+    assert parts(4, 8704, 8192, 7168, "int8").phase == 2176
+    assert parts(4, 8704, 8192, 7168).phase == 512

@@ -13,7 +13,7 @@ from tdx.kernels.all_reduce_rms_norm import Config as NormConfig
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.operand import byte_units
 from tdx.kernels.packed import low_latency_elements, low_latency_lanes, packed_bytes
-from tdx.kernels.scattered_rows import sent_rows
+from tdx.kernels.scattered_rows import Parts
 from tdx.kernels.select import (
     CONSTANTS,
     COSTS,
@@ -315,7 +315,7 @@ def test_rows_are_sent_while_others_are_computed(rows, columns, sent):
     plan = SimpleNamespace(
         world=SimpleNamespace(backend="cuda"), group=SimpleNamespace(size=4), shape_b=(64, columns)
     )
-    assert sent_rows(plan, rows) == sent
+    assert Parts.of(plan, rows, whole=False) == Parts(rows, sent, 0)
 
 
 def test_few_rows_are_not_fused():

@@ -228,8 +228,11 @@ def case_what_runs_beside_it(world, kind, algorithm, share, dtype):
     size, rank, (k, n) = world.size, world.rank, (32, 16 if kind == "MatmulAllReduce" else 80)
     gathers, f8 = kind == "AllGatherMatmul", dtype == F8
     rows = {"AllGatherMatmul": 48, "MatmulReduceScatter": 64}.get(kind, 368)  # 12 chunks, one short
-    two = rows == 64 and not f8 and world.backend == "host"  # there it is two chunks
-    products = 2 if two else 1
+    heights = [rows]  # of products
+    if world.backend == "host":  # there 32 rows are a chunk, and several peers gather one by one
+        heights = {64: [rows if f8 else 32], 368: [32, 16] if size > 2 else [368]}.get(
+            rows, heights
+        )
     shape = (rows if gathers else rows * size, k)
     out_dtype = "bfloat16" if f8 else dtype
     options = {"partial_dtype": "float32"} if dtype == "float16" and not gathers else {}
@@ -239,10 +242,10 @@ def case_what_runs_beside_it(world, kind, algorithm, share, dtype):
         plan = getattr(tdx, kind)(
             world, shape, (k, n), dtype, algorithm=algorithm, bias=True, **options
         )
-        assert made == [(rows // products, n, k, k, 1, n, 1)]
+        assert made == [(height, n, k, k, 1, n, 1) for height in heights]
         z = values(7, n, out_dtype)
         bias, loaded = world.array(z, symmetric=False), []
-        heights = [1.0 + np.arange(shape[0]) % 3 * (r + 1) for r in range(size)]  # scales of rows
+        of_rows = [1.0 + np.arange(shape[0]) % 3 * (r + 1) for r in range(size)]  # scales
         widths = 0.5 + np.arange(n) % 2
         for salt in range(6):
             parts = [values(r, shape, dtype, salt) for r in range(size)]
@@ -252,7 +255,7 @@ def case_what_runs_beside_it(world, kind, algorithm, share, dtype):
                 sums = [factors[r] * product(parts[r], weights[rank]) for r in range(size)]
                 wanted = np.concatenate(sums)
             else:
-                factors = [h[:, None] * widths if f8 else 1.0 for h in heights]
+                factors = [h[:, None] * widths if f8 else 1.0 for h in of_rows]
                 wanted = sum(factors[r] * product(parts[r], weights[r]) for r in range(size))
             if kind == "MatmulReduceScatter":
                 wanted = wanted[rank * rows : (rank + 1) * rows]
@@ -263,7 +266,7 @@ def case_what_runs_beside_it(world, kind, algorithm, share, dtype):
             loaded.append((x, y, wanted + z.astype(np.float64)))
         scales = {"scale_a": 1.0 + rank, "scale_b": 0.5} if f8 else {}
         if f8 and not gathers:
-            given = (heights[rank].astype(np.float32), widths.astype(np.float32))
+            given = (of_rows[rank].astype(np.float32), widths.astype(np.float32))
             left, right = (world.array(each, symmetric=False) for each in given)
             scales = {"scale_a": left, "scale_b": right}
         outs = [world.empty(loaded[0][2].shape, out_dtype, symmetric=False) for _ in loaded]
@@ -279,6 +282,24 @@ def case_what_runs_beside_it(world, kind, algorithm, share, dtype):
             held[1].copy_from(y)
             graph.replay()
             close(outs[0], wanted, out_dtype)
+    world.barrier()
+
+
+@worlds(3)
+def case_rows_that_are_left_over_begin_where_cublas_does_not_read(world, backend):
+    """Those of 64 rows do; a kernel of tdx has all then."""
+    host_only(backend)  # where 32 rows are a chunk
+    size, (rows, k, n) = world.size, (64 + 5, 20, 16)
+    with many_blocks(), copy_engines(), by_stand_in("others") as made:
+        plan = tdx.MatmulAllReduce(
+            world, (rows * size, k), (k, n), "float16", algorithm="copy_engine",
+            config=Config(16, 32, 32),
+        )  # fmt: skip
+        parts = [values(r, (rows * size, k), "float16") for r in range(size)]
+        weights = [values(r, (k, n), "float16", 1) for r in range(size)]
+        x, y = (world.array(each[world.rank], symmetric=False) for each in (parts, weights))
+        close(plan(x, y), sum(map(product, parts, weights)), "float16")
+    assert made == [(32, n, k, k, 1, n, 1)]
     world.barrier()
 
 

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 import tdx
+from tdx.kernels.library_product import may_multiply
 from tdx.kernels.matmul import ACTIVATIONS, Config
 from tdx.kernels.matmul_all_reduce import ALGORITHMS
+from tdx.kernels.product import Product
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
-from tests.helpers.blocks import many_blocks
-from tests.helpers.cases import isolated, limit, worlds
+from tests.helpers.blocks import many_blocks, phases
+from tests.helpers.cases import isolated, limit, skip, worlds
 from tests.helpers.reference import (
     activated,
     assert_same_bits,
@@ -97,6 +99,40 @@ def case_many_blocks(world, algorithm):
         wanted = reference(range(world.size), m, lambda _: k, n, "float32")
         for _ in range(4):
             close(plan(x, y), wanted, k * world.size, *["float32"] * world.size)
+
+
+@worlds(3, 4)
+@limit(120)
+@pytest.mark.parametrize("library", [False, True])
+def case_phases(world, library):
+    """By our kernel and by cuBLAS, of rows that are no multiple of theirs, also replayed."""
+    if library and not may_multiply(world, Product.make(world, "bfloat16", library=True), None):
+        skip("there is no cuBLAS for this backend")
+    rows, k, n = 100 if world.backend == "host" else 1304, 64, 136
+    m = rows * world.size
+    with many_blocks(), phases():
+        plan = tdx.MatmulAllReduce(
+            world, (m, k), (k, n), "bfloat16", algorithm="copy_engine", library=library
+        )
+        assert len(plan._way.phases) == -(-rows // plan._way.parts.phase) >= 3
+        loaded = []
+        for salt in range(3):
+            a, b = operands(world.rank, m, k, n, "bfloat16", salt)
+            wanted = reference(range(world.size), m, lambda _: k, n, "bfloat16", salt)
+            loaded.append((*(world.array(x, symmetric=False) for x in (a, b)), wanted))
+        kinds = ["bfloat16"] * (world.size + 1)
+        outs = [plan(x, y, world.empty((m, n), "bfloat16", symmetric=False)) for x, y, _ in loaded]
+        for out, (_, _, wanted) in zip(outs, loaded, strict=True):
+            close(out, wanted, k * world.size, *kinds)
+            same_on_all_ranks(world, out)
+        held = [world.empty(x.shape, x.dtype, symmetric=False) for x in loaded[0][:2]]
+        with tdx.graph(world) as graph:
+            plan(*held, outs[0])
+        for x, y, wanted in loaded:
+            held[0].copy_from(x)
+            held[1].copy_from(y)
+            graph.replay()
+            close(outs[0], wanted, k * world.size, *kinds)
 
 
 @worlds(3)
