@@ -23,7 +23,6 @@ its rank has a fault as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,23 +59,27 @@ def enter_kernel(progress, credit, epoch, world, chunks):
     tl.store(epoch, number)
 
 
-@triton.jit(do_not_specialize=["peer", "word", "chunks", "count"])
-def grant_kernel(progress, credit, epoch, world, finished, sent, peer, word, chunks, count):
-    """Wait until a chunk for `peer` may be copied; the copies set its signals to `sent`, one word.
+@triton.jit(do_not_specialize=["peer", "peers", "word", "chunks", "count"])
+def grant_kernel(progress, credit, epoch, world, finished, sent, peer, peers, word, chunks, count):
+    """Wait until a chunk may be copied to `peers` ranks, `peer` and those that follow it.
 
-    Every call adds `count` to `word` of `finished`, if anything has to be.
+    Every call adds `count` to `word` of `finished`, if anything has to be. The copies set a peer's
+    signals to its 16 bytes of `sent`.
     """
     me = tdl.rank(world)
+    ranks = tdl.num_ranks(world)
     number = tl.load(epoch)
-    ok = tdl.wait(credit + peer, world, number, peer=peer)
-    if count > 0:
-        ok = tdl.wait(finished + word, world, number * count, peer=me) & ok
     never = number - (1 << 30)
-    tl.store(sent, tl.where(ok & tdl.no_fault(world), number, never))
-    if ok == 0:
-        for each in range(0, chunks):
-            signal = tdl.symm_at(progress + me * chunks + each, peer, world)
-            tl.atomic_xchg(signal, never, sem="release", scope="sys")
+    for hop in range(0, peers):
+        to = (peer + hop) % ranks
+        ok = tdl.wait(credit + to, world, number, peer=to)
+        if count > 0:
+            ok = tdl.wait(finished + word, world, number * count, peer=me) & ok
+        tl.store(sent + 4 * to, tl.where(ok & tdl.no_fault(world), number, never))
+        if ok == 0:
+            for each in range(0, chunks):
+                signal = tdl.symm_at(progress + me * chunks + each, to, world)
+                tl.atomic_xchg(signal, never, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["units"])
@@ -155,7 +158,6 @@ class CopyPush:
         self._driver = world.driver
         self._work: list[list[_Work]] = [[] for _ in range(chunks if phased else 1)]
         self._behind: list[list[_Work]] = [[] for _ in self._work]  # of one behind this one
-        credits: dict[tuple[int, int], _Work] = {}  # by stream and peer
         self._copies: dict[tuple[int, int], list[_Work]] = {}  # by peer and chunk
         if behind is None:
             self._beside = Beside(world, min(_STREAMS, chunks) if peers else 0)
@@ -166,6 +168,20 @@ class CopyPush:
         self.blocks = len(streams)
         # of each stream: where waits on one were given up, those on the other may not have been
         sent = world.zeros((_STREAMS, group.size, 4), np.int32, symmetric=False)  # 16 bytes each
+
+        def grant(which: int, peer: int, count: int, many: int = 1, word: int = 0) -> _Work:
+            wait = plan.bind(
+                grant_kernel, 1, (), *signals, credit if finished is None else finished,
+                sent[which], peer, many, word, chunks, count, num_warps=1,
+            )  # fmt: skip
+            return streams[which].handle, wait
+
+        following = (group.rank + 1) % group.size
+        self._credits = [
+            grant(which, following, 0, peers)
+            for which in range(len(streams))
+            if any(counts) and behind is None
+        ]
         turns = [(hop, chunk) for hop in range(peers) for chunk in range(chunks)]
         if phased or common:
             turns.sort(key=lambda turn: turn[1])
@@ -174,14 +190,10 @@ class CopyPush:
             peer = (group.rank + 1 + hop) % group.size
             which = chunk % len(streams)
             side, word = streams[which].handle, sent[which, peer]
-            grant = partial(
-                plan.bind, grant_kernel, 1, (), *signals, credit if finished is None else finished,
-                word, peer, chunk if common else peer * chunks + chunk, chunks, num_warps=1,
-            )  # fmt: skip
-            if chunk < len(counts):
-                work.append((side, grant(counts[chunk])))
-            if (which, peer) not in credits and behind is None:
-                credits[which, peer] = side, grant(0) if any(counts) else work[-1][1]
+            if common and hop == 0:  # nothing runs between the copies
+                work.append(grant(which, peer, counts[chunk], peers, chunk))
+            elif not common and chunk < len(counts):
+                work.append(grant(which, peer, counts[chunk], word=peer * chunks + chunk))
             copies = self._copies[peer, chunk] = []
             for array, offset, source, begin, nbytes in pieces(peer, chunk):
                 place = array.peer(group.ranks[peer])._address + offset
@@ -191,7 +203,6 @@ class CopyPush:
             signal += 4 * (group.rank * chunks + chunk)
             copies.append((side, (signal, word._address, 4, False)))
             work += copies
-        self._credits = list(credits.values())
 
     def start(self, stream: int, x: Operand | None = None) -> int:
         """Queue all of it, behind what is queued on `stream` now; returns a stream of it.

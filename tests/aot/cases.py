@@ -277,7 +277,8 @@ CASES = {
     "grant": (
         "copy_push.grant_kernel",
         {**GATHERING, **dict.fromkeys(("finished", "sent"), "*i32"),
-         **dict.fromkeys(("peer", "word", "chunks", "count"), "i32")}, {}, {"num_warps": 1},
+         **dict.fromkeys(("peer", "peers", "word", "chunks", "count"), "i32")},
+        {}, {"num_warps": 1},
     ),
     "confirm": (
         "copy_push.confirm_kernel",

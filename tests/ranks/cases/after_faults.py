@@ -151,24 +151,20 @@ def case_copy_engines_send_no_signals(comm, backend, make, algorithm, share):
 def case_copies_of_a_rank_with_a_fault_carry_no_signal(comm, backend):
     """Though its peer has let it write, and copies of the same call had one before."""
     world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
-    progress, finished, sent = (
-        world.zeros(2, "int32"),
-        world.zeros(2, "int32"),
-        world.zeros(4, "int32"),
-    )
-    credit, epoch = world.zeros(2, "int32"), world.zeros(1, "int32")
+    progress, credit, finished, epoch = (world.zeros(2, "int32") for _ in range(4))
+    sent, peer = world.zeros((2, 4), "int32"), 1 - world.rank
     meeting = (progress, credit, epoch, world.handle)
     enter_kernel[(1,)](*meeting, 1, num_warps=1)
     world.barrier()
-    given = (*meeting, finished, sent, 1 - world.rank, 0, 1, 0)
+    given = (*meeting, finished, sent, peer, 1, 0, 1, 0)
     grant_kernel[(1,)](*given, num_warps=1)
     world.synchronize()
-    assert sent.numpy()[0] == 1
+    assert sent.numpy()[peer, 0] == 1
     world.faults.halt()
     grant_kernel[(1,)](*given, num_warps=1)
     seen, end = np.ones(1, np.int32), time.monotonic() + 5
     while seen[0] == 1 and time.monotonic() < end:
-        world.driver.read(seen.ctypes.data, sent._address, seen.nbytes)
+        world.driver.read(seen.ctypes.data, sent[peer]._address, seen.nbytes)
     assert seen[0] == 1 - (1 << 30)
     comm.Barrier()
     with contextlib.suppress(TdxError):
