@@ -101,13 +101,22 @@ def case_many_blocks(world, algorithm):
             close(plan(x, y), wanted, k * world.size, *["float32"] * world.size)
 
 
+@pytest.mark.gpu
 @worlds(3, 4)
 @limit(120)
-@pytest.mark.parametrize("library", [False, True])
-def case_phases(world, library):
-    """By our kernel and by cuBLAS, of rows that are no multiple of theirs, also replayed."""
-    if library and not may_multiply(world, Product.make(world, "bfloat16", library=True), None):
+def case_phases_by_cublas(world):
+    if not may_multiply(world, Product.make(world, "bfloat16", library=True), None):
         skip("there is no cuBLAS for this backend")
+    check_phases(world, library=True)
+
+
+@worlds(3, 4)
+def case_phases(world):
+    check_phases(world, library=False)
+
+
+def check_phases(world, library):
+    """Of rows that are no multiple of theirs, also replayed."""
     rows, k, n = 100 if world.backend == "host" else 1304, 64, 136
     m = rows * world.size
     with many_blocks(), phases():

@@ -87,7 +87,7 @@ def case_a_part_in_two_halves(world, group_m):
         patch.setitem(CONSTANTS, "host", few)
         plan = make(algorithm="fused")
         if world.backend == "host":
-            assert plan._way.chunk == 64
+            assert plan._way.parts.chunk == 64
             with pytest.raises(InvalidArgument, match="block_m=128 must be <= 64"):
                 make(algorithm="fused", config=Config(128, 16, 16))
     wanted = make(algorithm="unfused")(x, y).numpy()
