@@ -182,8 +182,7 @@ def _bind_sum(plan: ReducedProduct, fused: Fused, bias: np.dtype, phase: int) ->
         fused.rows, elements(plan.shape_a[:-1]), n, len(fused.counts), first, first + count,
         BM=config.block_m, BN=config.block_n, WIDTH=min(_WIDTH, config.block_n),
         EVEN=n % 16 == 0, CHUNK=fused.parts.chunk, OWN_CHUNK=fused.parts.own_chunk,
-        PHASED=fused.phased,
-        num_warps=config.num_warps, **plan.product.constants,
+        PHASED=fused.phased, num_warps=config.num_warps, **plan.product.constants,
     )  # fmt: skip
 
 

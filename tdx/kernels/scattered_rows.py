@@ -93,7 +93,7 @@ class Parts:
 
 
 def _sent_rows(plan: ReducedProduct, rows: int, passes: int) -> int:
-    """The last peer's are needed as soon as the own tiles are computed.
+    """Rows of a chunk: the last peer's are needed as soon as the own tiles are computed.
 
     If all blocks are at work for the rows of one rank, one part of them is sent while they compute
     the next.
@@ -107,9 +107,9 @@ def _sent_rows(plan: ReducedProduct, rows: int, passes: int) -> int:
 
 
 def _phase_rows(plan: ReducedProduct, rows: int, least: int) -> int:
-    """Few, as nothing hides what is sent after the last phase, but a chunk for copy engines.
+    """Few, as nothing hides what is sent after the last phase; `least`, or what engines copy well.
 
-    And as many as are multiplied about as fast as all `rows` at once.
+    But as many as are multiplied about as fast as all `rows` at once; `rows` if no fewer are.
     """
     n = plan.shape_b[1]
     limits = constants(plan.world.backend)
@@ -120,11 +120,8 @@ def _phase_rows(plan: ReducedProduct, rows: int, least: int) -> int:
     blocks, phase = plan.world.driver.resident_blocks(), least
     most = _EVEN * product_turns([rows], n, blocks)
     while phase < rows:
-        phases = each_phase(rows, phase)
-        even = (
-            not plan.product.scaled or phases[-1] == phase
-        )  # cuBLAS does not make few rows of float8
-        if even and product_turns(phases, n, blocks) <= most:
+        few = plan.product.scaled and rows % phase  # rows of float8, which cuBLAS does not make
+        if not few and product_turns(each_phase(rows, phase), n, blocks) <= most:
             return phase
         phase *= 2
     return rows
