@@ -60,8 +60,11 @@ def enter_kernel(progress, credit, epoch, world, chunks):
 
 
 @triton.jit(do_not_specialize=["peer", "peers", "word", "chunks", "count"])
-def grant_kernel(progress, credit, epoch, world, finished, sent, peer, peers, word, chunks, count):
-    """Wait until a chunk may be copied to `peers` ranks, `peer` and those that follow it.
+def grant_kernel(
+    progress, credit, epoch, world, finished, sent, peer, peers, word, chunks, count,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """Wait until a chunk may be copied to `peer`, or ALL `peers` from it on.
 
     Every call adds `count` to `word` of `finished`, if anything has to be. The copies set a peer's
     signals to its 16 bytes of `sent`.
@@ -70,7 +73,7 @@ def grant_kernel(progress, credit, epoch, world, finished, sent, peer, peers, wo
     ranks = tdl.num_ranks(world)
     number = tl.load(epoch)
     never = number - (1 << 30)
-    for hop in range(0, peers):
+    for hop in range(0, peers if ALL else 1):
         to = (peer + hop) % ranks
         ok = tdl.wait(credit + to, world, number, peer=to)
         if count > 0:
@@ -169,17 +172,19 @@ class CopyPush:
         # of each stream: where waits on one were given up, those on the other may not have been
         sent = world.zeros((_STREAMS, group.size, 4), np.int32, symmetric=False)  # 16 bytes each
 
-        def grant(which: int, peer: int, count: int, many: int = 1, word: int = 0) -> _Work:
+        following = [(group.rank + hop) % group.size for hop in range(1, group.size)]
+
+        def grant(which: int, peer: int, count: int, word: int, every: bool = False) -> _Work:
             wait = plan.bind(
                 grant_kernel, 1, (), *signals, credit if finished is None else finished,
-                sent[which], peer, many, word, chunks, count, num_warps=1,
+                sent[which], peer, peers, word, chunks, count, ALL=every, num_warps=1,
             )  # fmt: skip
             return streams[which].handle, wait
 
-        following = (group.rank + 1) % group.size
         self._credits = [
-            grant(which, following, 0, peers)
+            grant(which, peer, 0, 0)
             for which in range(len(streams))
+            for peer in following
             if any(counts) and behind is None
         ]
         turns = [(hop, chunk) for hop in range(peers) for chunk in range(chunks)]
@@ -187,13 +192,12 @@ class CopyPush:
             turns.sort(key=lambda turn: turn[1])
         for hop, chunk in turns:
             work = self._work[chunk if phased else 0]
-            peer = (group.rank + 1 + hop) % group.size
-            which = chunk % len(streams)
+            peer, which = following[hop], chunk % len(streams)
             side, word = streams[which].handle, sent[which, peer]
             if common and hop == 0:  # nothing runs between the copies
-                work.append(grant(which, peer, counts[chunk], peers, chunk))
+                work.append(grant(which, peer, counts[chunk], chunk, every=True))
             elif not common and chunk < len(counts):
-                work.append(grant(which, peer, counts[chunk], word=peer * chunks + chunk))
+                work.append(grant(which, peer, counts[chunk], peer * chunks + chunk))
             copies = self._copies[peer, chunk] = []
             for array, offset, source, begin, nbytes in pieces(peer, chunk):
                 place = array.peer(group.ranks[peer])._address + offset

@@ -123,6 +123,14 @@ def _push(scaled: bool = False):
     return "gathering.push_kernel", types, values, {"num_warps": 8}
 
 
+def _grant(every: bool = False):
+    types = {
+        **GATHERING, **dict.fromkeys(("finished", "sent"), "*i32"),
+        **dict.fromkeys(("peer", "peers", "word", "chunks", "count"), "i32"), "ALL": "constexpr",
+    }  # fmt: skip
+    return "copy_push.grant_kernel", types, {"ALL": every}, {"num_warps": 1}
+
+
 def _take(even: bool = True):
     values = {"CHUNK": 512, "BLOCK": 4096, "EVEN": even}
     sizes = dict.fromkeys(("rows", "whole", "columns", "chunks"), "i32")
@@ -274,12 +282,8 @@ CASES = {
         "one_sided.signal_kernel",
         {"signal": "*i32", "world": "world", "peer": "i32", "value": "i32"}, {}, {"num_warps": 1},
     ),
-    "grant": (
-        "copy_push.grant_kernel",
-        {**GATHERING, **dict.fromkeys(("finished", "sent"), "*i32"),
-         **dict.fromkeys(("peer", "peers", "word", "chunks", "count"), "i32")},
-        {}, {"num_warps": 1},
-    ),
+    "grant": _grant(),
+    "grant-all": _grant(every=True),
     "confirm": (
         "copy_push.confirm_kernel",
         {"progress": "*i32", "epoch": "*i32", "world": "world", "units": "i32"},

@@ -197,8 +197,8 @@ def test_products_of_gathered_rows_are_pipelined(outcome_of, case):
 @pytest.mark.parametrize("case", [
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i32",
     "broadcast-chain", "broadcast-scatter", "passed-words-i32", "two_shot-2", "put-signal",
-    "enter", "grant", "scattered-bf16",
-    "scattered-whole", "norm-two_shot", "fused-bf16", "one_kernel-bf16",
+    "enter", "grant", "grant-all", "scattered-bf16", "scattered-whole",
+    "norm-two_shot", "fused-bf16", "one_kernel-bf16",
 ])  # fmt: skip
 def test_signals_release(outcome, case, target):
     pattern = r"(st|red|atom)\S*\.release|release\S*\.sys|buffer_wbl2 sc0 sc1"
@@ -224,6 +224,12 @@ def test_sums_are_not_contracted(outcome, case, target):
 def test_words_with_flags_travel_in_pairs(outcome):
     """14 bytes of data and two flags by one store of 16 bytes."""
     assert positions(outcome.code, r"st\.relaxed\.sys\.global\.v2\.b64")
+
+
+@pytest.mark.parametrize("case", ["enter", "grant", "count"])
+def test_what_runs_beside_cublas_takes_few_registers(outcome_of, case):
+    """Of a multiprocessor's 65536 its blocks of 384 threads have 168 each: a warp has 32 each."""
+    assert 0 < outcome_of(case, "sm_90").registers <= 32
 
 
 @pytest.mark.parametrize("case", ["low_latency-fp32", "words-norm-bf16"])

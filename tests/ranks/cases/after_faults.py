@@ -157,11 +157,11 @@ def case_copies_of_a_rank_with_a_fault_carry_no_signal(comm, backend):
     enter_kernel[(1,)](*meeting, 1, num_warps=1)
     world.barrier()
     given = (*meeting, finished, sent, peer, 1, 0, 1, 0)
-    grant_kernel[(1,)](*given, num_warps=1)
+    grant_kernel[(1,)](*given, ALL=False, num_warps=1)
     world.synchronize()
     assert sent.numpy()[peer, 0] == 1
     world.faults.halt()
-    grant_kernel[(1,)](*given, num_warps=1)
+    grant_kernel[(1,)](*given, ALL=False, num_warps=1)
     seen, end = np.ones(1, np.int32), time.monotonic() + 5
     while seen[0] == 1 and time.monotonic() < end:
         world.driver.read(seen.ctypes.data, sent[peer]._address, seen.nbytes)
