@@ -1,9 +1,9 @@
 """Pushes by copy engines beside a kernel that computes.
 
 A kernel of one warp waits until the peer lets this rank write (its credit) and the data is there:
-one on each stream, and where the data is only being made for each chunk. Copies follow, and behind
-those of a chunk one of the 4 bytes that are its signal, from a word on the device: a call's number,
-so that it may be replayed.
+one on each stream, and where the data is only being made for each chunk, of all peers together if
+they get the same. Copies follow, and behind those of a chunk one of the 4 bytes that are its
+signal, from a word on the device: a call's number, so that it may be replayed.
 
 All goes to the next rank first, then to the one after it, and so on, as every rank does (but what
 is common to all a chunk at a time): so each link carries one rank's rows, which is when links are
