@@ -205,7 +205,7 @@ def _share(plan: ReducedProduct, fused: Fused) -> tuple[str, int]:
     each, own = (product_turns(heights, n, blocks, width) for width in (0, config.block_n))
     halves = product_turns([rows // 2] * 2, n, blocks)
     parts = 1
-    if phase == rows and rows % (2 * fused.parts.chunk) == 0 and halves <= each:
+    if fused.parts.halves and halves <= each:
         parts, each = 2, halves
     whole = product_turns([size * rows], n, blocks, config.block_n)
     sent = (size - 1) * rows * n * plan.partial_dtype.itemsize

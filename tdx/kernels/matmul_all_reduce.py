@@ -12,8 +12,9 @@ two_shot     One kernel. Each tile has one owner. A rank computes the next ranks
 copy_engine  Each rank owns rows. Partials go to their owners as in matmul_reduce_scatter.py, where
              an own tile is summed as it is computed; copy engines send a chunk of own rows to all
              as soon as its tiles are summed. A second kernel takes what the others send. As many
-             elements. Several peers compute a chunk of each rank's rows after the other, so that
-             only the last chunk's second hop is not hidden; of two ranks the own half hides it.
+             elements. Where tiles of a chunk fill the blocks several peers compute one of each
+             rank's rows after the other, so that only the last one's second hop is not hidden; else
+             the own rows hide it, of two ranks half of the product.
 unfused      The product, then an all-reduce, for the few rows of decoding: see product_first.py.
 
 cuBLAS may multiply for "unfused" and, in part or all, for "copy_engine": see library_sums.py.

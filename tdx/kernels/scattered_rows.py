@@ -91,6 +91,11 @@ class Parts:
             return cls(phase, phase, phase)
         return cls(rows, _sent_rows(plan, rows, 2), own)
 
+    @property
+    def halves(self) -> bool:
+        """Whether half of a phase is whole chunks, which travel while the other half is made."""
+        return self.phase % (2 * self.chunk) == 0
+
 
 def _sent_rows(plan: ReducedProduct, rows: int, passes: int) -> int:
     """Rows of a chunk: the last peer's are needed as soon as the own tiles are computed.

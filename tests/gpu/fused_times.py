@@ -147,14 +147,10 @@ def _by_cublas(add: Callable[[str, Any], None], make: Callable[..., Any]) -> Non
     usual = library_sums._share
     for share in ("others", "all"):
         for parts in (1, 2):
-            if parts == 1 or _has_halves(chosen._way):
+            if parts == 1 or chosen._way.parts.halves:
                 library_sums._share = lambda *sizes, each=(share, parts): each
                 add(f"by cuBLAS: {share}, {parts} for a rank", make(library=True))
     library_sums._share = usual
-
-
-def _has_halves(fused: Any) -> bool:
-    return not fused.phased and fused.rows % (2 * fused.parts.chunk) == 0
 
 
 def _tile(world: Any, chosen: Config, width: int) -> Config:

@@ -31,8 +31,7 @@ class _StandIn:
 
 
 def _parts(plan: Any, fused: Any) -> int:
-    halves = not fused.phased and fused.rows % (2 * fused.parts.chunk) == 0
-    return 2 if halves and not plan.product.scaled else 1
+    return 2 if fused.parts.halves and not plan.product.scaled else 1
 
 
 @contextmanager
