@@ -11,27 +11,35 @@ import pytest
 
 from tests.helpers.commands import tdx_environment
 
+# What each does is in order, whenever the machine runs it: a process holds until it is told.
 _PROGRAM = """
 import sys, time
 from types import SimpleNamespace
 from tdx.runtime.triton_driver import compiled_once
 
-name, hold = sys.argv[1], float(sys.argv[2])
-with compiled_once(SimpleNamespace(cache_key=name), {}):
+def say():
     sys.stdout.write(f"{time.monotonic()}\\n")
     sys.stdout.flush()
-    time.sleep(hold)
-sys.stdout.write(f"{time.monotonic()}\\n")
+
+say()
+with compiled_once(SimpleNamespace(cache_key=sys.argv[1]), {}):
+    say()
+    sys.stdin.readline()
+    say()
 """
 
 
-def start(cache: Path, name: str, hold: float) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, name, str(hold)],
+def start(cache: Path, name: str) -> subprocess.Popen[str]:
+    """A process that is about to compile kernel `name`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, name],
         env=tdx_environment(TRITON_CACHE_DIR=str(cache)),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    line(process)
+    return process
 
 
 def line(process: subprocess.Popen[str]) -> float:
@@ -39,47 +47,52 @@ def line(process: subprocess.Popen[str]) -> float:
     return float(process.stdout.readline())
 
 
+def end(process: subprocess.Popen[str]) -> float:
+    """When the process that holds was about to leave."""
+    out, _ = process.communicate("\n")
+    assert process.returncode == 0
+    return float(out)
+
+
 @pytest.fixture
 def first(tmp_path: Path):
-    """A process that compiles kernel "a" for long."""
-    process = start(tmp_path, "a", 30)
+    """A process that compiles kernel "a" until it is told."""
+    process = start(tmp_path, "a")
     line(process)
     yield process
     process.kill()
     process.communicate()
 
 
-def test_others_wait_and_go_on_together(tmp_path: Path):
-    compiler = start(tmp_path, "a", 3)
-    line(compiler)
-    others = [start(tmp_path, "a", 1) for _ in range(2)]
-    done = line(compiler)
-    entered, left = zip(*((line(other), line(other)) for other in others), strict=True)
+def test_others_wait_and_go_on_together(tmp_path: Path, first: subprocess.Popen[str]):
+    others = [start(tmp_path, "a") for _ in range(2)]
+    time.sleep(1)  # they wait by now; were they not to, they would have entered
+    done = end(first)
+    # Each enters while the other still holds: one after the other would wait here for ever.
+    entered = [line(other) for other in others]
     assert min(entered) >= done
-    assert max(entered) < min(left)
-    for process in (compiler, *others):
-        process.communicate()
+    for other in others:
+        end(other)
 
 
 def test_a_process_that_dies_lets_the_others_go_on(tmp_path: Path, first: subprocess.Popen[str]):
-    other = start(tmp_path, "a", 0)
+    other = start(tmp_path, "a")
     time.sleep(1)
     killed = time.monotonic()
     first.kill()
     assert line(other) >= killed
-    other.communicate()
+    end(other)
 
 
 def test_another_kernel_does_not_wait(tmp_path: Path, first: subprocess.Popen[str]):
-    other = start(tmp_path, "b", 0)
+    other = start(tmp_path, "b")
     line(other)
-    other.communicate()
+    end(other)
     assert first.poll() is None
 
 
 def test_a_cache_that_cannot_be_written_to(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    other = start(tmp_path / "file", "a", 0)
+    other = start(tmp_path / "file", "a")
     line(other)
-    assert not other.wait()
-    other.communicate()
+    end(other)
