@@ -223,11 +223,13 @@ def test_a_flood_does_not_hold_the_reader(pair):
         end = time.monotonic() + 30
         while sum(counts) < 5000 and time.monotonic() < end:
             counts.append(len(link.receive()))
+        ended = link.ended
     finally:
         stop.set()
         link.close()
         thread.join()
     assert max(counts) <= frames._READS * frames._READ_BYTES // RECORD_BYTES
+    assert not ended
     assert sum(counts) >= 5000
 
 

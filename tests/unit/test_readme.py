@@ -47,10 +47,23 @@ def test_program_runs(program, ranks, tmp_path):
 
 @pytest.mark.parametrize("path", _DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(path):
-    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
-    prose = re.sub(r"`[^`\n]*`", "", prose)
-    for target in re.findall(r"\]\(([^)#]+)\)", prose):
-        assert target.startswith("https://") or (path.parent / target).exists(), target
+    prose = re.sub(r"`[^`\n]*`", "", _without_blocks(path))
+    for target in re.findall(r"\]\(([^)]+)\)", prose):
+        if not target.startswith("https://"):
+            name, _, anchor = target.partition("#")
+            file = path.parent / name if name else path
+            assert file.exists(), target
+            assert not anchor or anchor in _anchors(file), target
+
+
+def _without_blocks(path):
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+
+
+def _anchors(path):
+    """Those of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", _without_blocks(path), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_operations_exist_and_missing_ones_do_not():
