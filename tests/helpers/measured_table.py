@@ -30,8 +30,8 @@ _COLUMNS = (
 )  # fmt: skip
 _PAGE = """# Products and norms, all rows
 
-µs, from the files in this folder, which `tdx bench` has written. What columns mean is in
-[README.md](README.md#how-it-is-measured), as is how it was measured. The floor is the longer of `library` and
+µs, from the files in this folder, which `tdx bench` has written. What columns mean, and how it was
+measured, is in [README.md](README.md#how-it-is-measured). The floor is the longer of `library` and
 what links need; ratio: the best sequence of a product, or norm, and a collective, of anybody, in
 the same run, over `chosen`; cost: `chosen` over the all-reduce alone.
 """
