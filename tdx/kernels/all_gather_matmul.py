@@ -75,8 +75,7 @@ class AllGatherMatmul(Plan):
         Of every rank's a: (m, ..., K). The gather runs along the first axis.
     shape_b : tuple, or sequence of tuples
         (K, N) of this rank's b; of several for one gather. K and the number of b are the same on
-        every rank, N may differ. (Ranks must make plans together: with the one-line function, all
-        change their shapes in the same call.)
+        every rank, N may differ.
     dtype
         float16, bfloat16, float32 or float8_e4m3fn.
     algorithm : {"fused", "one_kernel", "unfused"}, optional
@@ -379,7 +378,8 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
     a : tdx array, or array of NumPy or a DLPack producer
         (m, ..., K): this rank's part; the same shape on every rank.
     b : array or sequence of arrays
-        (K, N) of this rank, any strides; several share one gather.
+        (K, N) of this rank, any strides; several share one gather. N may differ between ranks, but
+        where it changes from one call to the next it changes on all: each then makes a plan.
     return_gathered : bool
         Return the gathered a as well.
     algorithm : {"fused", "one_kernel", "unfused"}, optional

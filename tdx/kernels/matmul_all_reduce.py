@@ -101,9 +101,7 @@ class MatmulAllReduce(ReducedProduct):
     world : World
     shape_a, shape_b : tuple
         (..., K_local) and (K_local, N) of this rank, any extents. All but K_local are the same on
-        every rank; with "one_shot" and "two_shot", and no `config`, K_local is a multiple of 16 on
-        all ranks, or on none. (Ranks must make plans together: with the one-line function, all
-        change their shapes in the same call.)
+        every rank.
     dtype
         Of a and b: float16, bfloat16, float32 or float8_e4m3fn.
     partial_dtype : {None, "float32"}
@@ -168,10 +166,17 @@ class MatmulAllReduce(ReducedProduct):
         if algorithm == "copy_engine":
             check_fused(config, algorithm, limits.gathered_rows)
             return fused_tile(self, config, -(-self._rows // size), whole=True), algorithm
-        if algorithm != "unfused":
+        if self.same_tile:
             check_fused(config, algorithm)
+            k = self._common_depth() if config is None else k
         tile = self.product.tile(config, self.world, self._rows, n, k, split=algorithm == "unfused")
         return tile, algorithm
+
+    def _common_depth(self) -> int:
+        """K_local, ragged if it is on any rank: the rows and columns of a tile depend on that."""
+        k, n = self.shape_b
+        call = f"{self.operation}(rows={self._rows}, columns={n}, one_kernel=True)"
+        return k if unanimous(self.group, call, k % 16 == 0) else k | 1
 
     def _is_short(self, owned: int) -> bool:
         """Whether products hardly hide the copies of `owned` bytes to all of several peers, twice.
@@ -254,8 +259,8 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
     Parameters
     ----------
     a : tdx array, or array of NumPy or a DLPack producer
-        (..., K_local) of this rank; (...) is the same on every rank. K_local may differ, but unless
-        `config` is given it is a multiple of 16 on all ranks, or on none.
+        (..., K_local) of this rank; (...) is the same on every rank. K_local may differ, but where
+        it changes from one call to the next it changes on all ranks: each then makes a plan.
     b : array
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}

@@ -186,8 +186,7 @@ class MatmulReduceScatter(ReducedProduct):
     world : World
     shape_a, shape_b : tuple
         (d0, ..., K_local), d0 a multiple of the ranks, and (K_local, N) of this rank, any extents.
-        All but K_local are the same on every rank. (Ranks must make plans together: with the
-        one-line function, all change their shapes in the same call.)
+        All but K_local are the same on every rank.
     dtype
         Of a and b: float16, bfloat16, float32 or float8_e4m3fn.
     partial_dtype : {None, "float32"}
@@ -378,7 +377,8 @@ def matmul_reduce_scatter(a: Any, b: Any, *, partial_dtype: Any = None, **option
     Parameters
     ----------
     a : tdx array, or array of NumPy or a DLPack producer
-        (d0, ..., K_local) of this rank, d0 a multiple of the ranks.
+        (d0, ..., K_local) of this rank, d0 a multiple of the ranks. K_local may differ; see
+        matmul_all_reduce.
     b : array
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}

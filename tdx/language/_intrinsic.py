@@ -16,6 +16,7 @@ from tdx import abi
 
 _TYPES = {"i32": core.int32, "i64": core.int64}
 _ORDERS = {
+    "barrier": "(channel, world)",
     "broadcast": "(dst, src, numel, root, world)",
     "get": "(dst, src, numel, peer, world)",
     "notify": "(ptr, peer, world, value)",
@@ -144,7 +145,22 @@ def check_signal(verb, ptr, value=0, peer=0, name="ptr", _semantic=None):
             f"{verb}: {name} must point to int32 or uint32 words, got a pointer to {element}{given}"
         )
     _check_integer(verb, "value", value)
+    _check_word(verb, value, _semantic)
     _check_integer(verb, "peer", peer)
+
+
+def _check_word(verb: str, value: Any, semantic: Any) -> None:
+    """Reject a value that 32 bits cannot hold, where it is known."""
+    value = unwrap(value)
+    if not isinstance(value, core.tensor):
+        values = np.asarray([int(value)], object)
+    elif semantic is None and value.dtype.primitive_bitwidth == 64:
+        values = value.handle.data
+    else:
+        return
+    wrong = [int(x) for x in values.flat if not -(1 << 31) <= x < 1 << 32]
+    if wrong:
+        raise ValueError(f"{verb}: value {wrong[0]} does not fit a signal, which has 32 bits")
 
 
 @intrinsic
@@ -174,8 +190,8 @@ def _check_pointer(verb: str, name: str, value: Any) -> None:
     value = unwrap(value)
     if not (isinstance(value, core.tensor) and value.type.scalar.is_ptr()):
         raise TypeError(
-            f"{verb}: {name} must be a pointer or a block of pointers, got {_described(value)}; "
-            f"the order of the arguments is {verb}{_ORDERS[verb]}"
+            f"{verb}: {name} must be a pointer or a block of pointers, got {_described(value)}"
+            f"{_order(verb)}"
         )
 
 
@@ -186,7 +202,7 @@ def _check_integer(verb: str, name: str, value: Any) -> None:
     else:
         whole, floating = hasattr(value, "__index__"), isinstance(value, (float, np.floating))
     if not whole:
-        remedy = f"; the order of the arguments is {verb}{_ORDERS[verb]}"
+        remedy = _order(verb)
         if floating:
             remedy = ": divide by //, or launch the kernel with int(...)"
         raise TypeError(f"{verb}: {name} must be an integer, got {_described(value)}{remedy}")
@@ -198,23 +214,28 @@ def _address(pointer: core.tensor) -> int:
 
 
 @intrinsic
-def check_handle(world, _semantic=None):
-    """Reject what is no handle of a world or team, in its place."""
+def check_handle(world, verb=None, _semantic=None):
+    """Reject what is no handle of a world or team, in its place among the arguments of `verb`."""
     if not (hasattr(world, "packed") and hasattr(world, "stride")):
         raise TypeError(
             f"expected the handle of a world or team, got {_described(world)}: launch the kernel "
-            "with `world.handle` (or `team.handle`) and pass that argument on"
+            f"with `world.handle` (or `team.handle`) and pass that argument on{_order(verb)}"
         )
 
 
 @intrinsic
-def check_channel(channel, _semantic=None):
-    """Reject what is no channel, in its place."""
+def check_channel(channel, verb=None, _semantic=None):
+    """Reject what is no channel, in its place among the arguments of `verb`."""
     if not (hasattr(channel, "packed") and hasattr(channel, "words")):
         raise TypeError(
             f"expected a channel, got {_described(channel)}: launch the kernel with what "
-            "`world.channel(blocks)` returns and pass that argument on"
+            f"`world.channel(blocks)` returns and pass that argument on{_order(verb)}"
         )
+
+
+def _order(verb: Any) -> str:
+    verb = unwrap(verb)
+    return "" if verb is None else f"; the order of the arguments is {verb}{_ORDERS[verb]}"
 
 
 def _described(value: Any) -> str:

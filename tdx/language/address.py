@@ -90,7 +90,7 @@ def symm_at(ptr, peer, world):
     used of the result is within. The host tier refuses its use and says why; a GPU reports
     an illegal address, or stores where it should not.
     """
-    check_handle(world)
+    check_handle(world, "symm_at")
     check_pointers("symm_at", ptr=ptr)
     check_integers("symm_at", peer=peer)
     size: tl.constexpr = bytes_per_element(ptr)

@@ -69,7 +69,7 @@ def barrier(channel, world):
     concerned: add `grid_barrier` for a meeting of all blocks of all ranks.
     Fault: while one stands nothing is sent, and `ok` is False unless all peers had arrived.
     """
-    check_channel(channel)
+    check_channel(channel, "barrier")
     me = rank(world)
     size = num_ranks(world)
     block = program_index()

@@ -9,14 +9,15 @@ each rank holds the latest call that it refused, and why.
 from __future__ import annotations
 
 import mmap
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, permutations
 from typing import NamedTuple
 
 from tdx.runtime.errors import CollectiveMismatch, TdxError
 
-__all__ = ["CallBoard", "Entry", "board_bytes", "explained"]
+__all__ = ["PLAN_KEY", "CallBoard", "Entry", "board_bytes", "explained"]
 
 _ENTRIES = 512  # for each rank; operations beyond that are not shown
 _KEY, _STATE = 0, 1  # 64-bit words of an entry: the operation; place << 32 | calls
@@ -24,6 +25,11 @@ _TEXT = 16  # bytes before the text
 _ENTRY_BYTES = 256
 _RANK_BYTES = (_ENTRIES + 1) * _ENTRY_BYTES  # the last one: the refused call
 _LOW = 0xFFFFFFFF
+PLAN_KEY = 1 << 63  # in the keys of plans' entries
+_MADE, _CALLED = (
+    re.compile(r"a meeting on the host for (\w+)\("),
+    re.compile(r"call \d+ of (\w+)\("),
+)
 _CONFIRM_S = 0.02  # a peer that is late but at work may make its calls while it is looked at
 
 
@@ -153,7 +159,7 @@ class CallBoard:
                     if (own := refused[rank]) and own[0] == key and _stands(own, seen[r], entries):
                         table[rank] = f"refused call {own[1].calls}: {own[1].text}"
                     elif key in entries:
-                        table[rank] = f"call {entries[key].calls} of {entries[key].text}"
+                        table[rank] = _call(key, entries[key])
                 return table
         for r, q in permutations(ranks, 2):
             shared = seen[r].keys() & seen[q].keys()
@@ -207,10 +213,17 @@ def _same(refused: tuple[int, _Seen], mine: tuple[int, _Seen] | None) -> bool:
 def _describe(entries: dict[int, _Seen], key: int, calls: int) -> str:
     """What a rank called, around call number `calls` of `key`."""
     entry = entries[key]
-    latest = max(entries.values(), key=lambda seen: seen.place)
+    last, latest = max(entries.items(), key=lambda item: item[1].place)
     if not _ahead(calls, entry.calls) or latest.place <= entry.place:
+        return _call(key, entry)
+    return f"{_call(last, latest)}, after {_call(key, entry)}"
+
+
+def _call(key: int, entry: _Seen) -> str:
+    """Plans count their calls; an entry of host operations has the text of the latest one."""
+    if key & PLAN_KEY:
         return f"call {entry.calls} of {entry.text}"
-    return f"call {latest.calls} of {latest.text}, after call {entry.calls} of {entry.text}"
+    return f"a meeting on the host for {entry.text}"
 
 
 def explained(board: CallBoard, ranks: Sequence[int], error: TdxError) -> TdxError:
@@ -222,4 +235,17 @@ def explained(board: CallBoard, ranks: Sequence[int], error: TdxError) -> TdxErr
     if calls is None:
         return error
     table = "".join(f"\n  rank {rank}: {call}" for rank, call in calls.items())
-    return CollectiveMismatch(f"ranks made different calls:{table}\n({error})", calls)
+    return CollectiveMismatch(f"ranks made different calls:{table}\n({error}){_hint(calls)}", calls)
+
+
+def _hint(calls: Mapping[int, str]) -> str:
+    """What to do where a rank makes a plan of an operation of which another one calls a plan."""
+    made = {found[1] for call in calls.values() if (found := _MADE.match(call))}
+    called = {found[1] for call in calls.values() if (found := _CALLED.match(call))}
+    if not made & called:
+        return ""
+    return (
+        "\nA rank makes a plan where another has one: what may differ between ranks, as K of "
+        "products that are summed, still changes on all ranks in the same call, or not at all. "
+        "Else make a plan for each combination, as tdx.MatmulAllReduce(world, ...)"
+    )

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from tdx.runtime.board import Entry, explained
+from tdx.runtime.board import PLAN_KEY, Entry, explained
 from tdx.runtime.errors import Closed, CollectiveMismatch, PeerLost, PeerTimeout, TdxError
 from tdx.runtime.exchange import Mesh
 from tdx.runtime.frames import Inbox, Link, Message, encode, group_of, members_of
@@ -264,7 +264,7 @@ class HostChannel:
             self._numbers[group] = number + 1
             self._awaited = (group, number)
             if self.page is not None and self.mismatch is None:  # peers look at what led to it
-                shown = self._shown.get(group) or Entry(self.page.board, group or 1)
+                shown = self._shown.get(group) or Entry(self.page.board, group & ~PLAN_KEY or 1)
                 self._shown[group] = shown
                 shown.write(what)
                 shown.add()

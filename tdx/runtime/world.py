@@ -16,6 +16,7 @@ from tdx.runtime.agreement import agree
 from tdx.runtime.allocation import allocate_symmetric, allocate_user
 from tdx.runtime.array import Array
 from tdx.runtime.block import Block, Exports, LocalBlock
+from tdx.runtime.board import PLAN_KEY
 from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
@@ -198,7 +199,7 @@ class World(Group):
         """What counts the calls of a new plan, in sight of the peers."""
         number = self._plans_made[group.index] = self._plans_made.get(group.index, 0) + 1
         page = self.channels.page
-        return Usage(page.board if page else None, 1 << 63 | group.index << 32 | number, call)
+        return Usage(page.board if page else None, PLAN_KEY | group.index << 32 | number, call)
 
     def note_site(self, block: Block, offset: int, site: Site) -> None:
         """Let messages name the signals of a block, at `offset` of the heap, by `site`."""

@@ -7,9 +7,10 @@ import os
 
 import pytest
 
-from tdx.runtime.board import CallBoard, Entry, board_bytes
+from tdx.runtime.board import PLAN_KEY, CallBoard, Entry, board_bytes, explained
+from tdx.runtime.errors import PeerTimeout
 
-A, B = 1, 1 << 63
+A, B = PLAN_KEY | 1, PLAN_KEY
 
 
 @pytest.fixture
@@ -102,6 +103,26 @@ def test_refused(boards, entries):
     assert boards[0].divergence((0, 1, 2)) is None  # late
 
 
+def test_a_plan_is_made_where_another_rank_has_one(boards, entries):
+    meetings = [Entry(board, 1, "all_reduce(4) is ready") for board in boards]
+    for meeting in meetings:
+        meeting.add()
+    calls(entries, "a", "a", "a")
+    meetings[0].write("all_reduce(4)")
+    meetings[0].add()
+    calls(entries, "", "a", "a")
+    error = explained(boards[1], (0, 1, 2), PeerTimeout("waited", rank=1))
+    assert error.calls == {
+        0: "a meeting on the host for all_reduce(4)",
+        1: "call 2 of all_reduce(4), after a meeting on the host for all_reduce(4) is ready",
+        2: "call 2 of all_reduce(4), after a meeting on the host for all_reduce(4) is ready",
+    }
+    assert "changes on all ranks in the same call" in str(error)
+    calls(entries, "", "b", "b")
+    error = explained(boards[1], (0, 1, 2), PeerTimeout("waited", rank=1))
+    assert "same call" not in str(error)  # another operation
+
+
 @pytest.mark.parametrize("guilty", [0, 1, 2])
 def test_who_refused_goes_on(boards, entries, guilty):
     """The reason is told, not only what that rank did next."""
@@ -162,7 +183,7 @@ def test_counters_wrap(boards):
 
 
 def test_entries_are_used_again(boards, entries):
-    held = [Entry(boards[0], 10 + i, "x" * 1000) for i in range(510)]
+    held = [Entry(boards[0], PLAN_KEY | 10 + i, "x" * 1000) for i in range(510)]
     held[-1].refuse("x" * 1000)
     beyond = Entry(boards[0], 9, "beyond")
     beyond.add()
@@ -171,8 +192,8 @@ def test_entries_are_used_again(boards, entries):
     assert boards[1].divergence((0, 1)) is None
     del held
     gc.collect()
-    again = Entry(boards[0], 11, "again")
-    other = Entry(boards[1], 11, "again")
+    again = Entry(boards[0], PLAN_KEY | 11, "again")
+    other = Entry(boards[1], PLAN_KEY | 11, "again")
     other.add()
     assert boards[2].divergence((0, 1))[1].startswith("call 1 of again, after call 0 of all")
     again.write("changed")

@@ -210,6 +210,23 @@ def case_algorithms_asked_for(world, known):
     assert (tdx.all_reduce(x).numpy() == 2).all()
 
 
+@isolated
+@worlds(2)
+@limit(30)
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_all_reduce"])
+def case_one_rank_changes_its_sizes(comm, backend, operation):
+    """What may differ between ranks changes on all of them: else one makes a plan alone."""
+    world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
+    with pytest.raises(CollectiveMismatch, match="changes on all ranks in the same call"):  # noqa: PT012
+        for own in (32, 48 if world.rank == 0 else 32):
+            k, n = (16, own) if operation == "all_gather_matmul" else (own, 16)
+            a, b = (world.zeros(shape, "float32", symmetric=False) for shape in ((4, k), (k, n)))
+            getattr(tdx, operation)(a, b)
+        world.synchronize()
+    world.close()
+    comm.barrier()
+
+
 @worlds(2)
 def case_a_team_that_is_none(world):
     """The ranks that wait for a plan to be made hear of it at once."""

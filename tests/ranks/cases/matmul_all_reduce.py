@@ -158,6 +158,18 @@ def case_depth_differs_between_ranks(world):
 
 
 @worlds(2)
+@pytest.mark.parametrize("depths", [(64, 65), (17, 48), (33, 47), (0, 5), (0, 64)])
+def case_depth_is_ragged_on_some_ranks(world, depths):
+    """Ranks meet tile by tile, of the same rows and columns."""
+    a, b = operands(world.rank, 300, depths[world.rank], 272, "bfloat16")
+    x, y = world.array(a, symmetric=False), world.array(b, symmetric=False)
+    wanted = reference(range(2), 300, lambda rank: depths[rank], 272, "bfloat16")
+    for algorithm in (None, *ALGORITHMS):
+        plan = tdx.MatmulAllReduce(world, x.shape, y.shape, "bfloat16", algorithm=algorithm)
+        close(plan(x, y), wanted, sum(depths), *["bfloat16"] * 3)
+
+
+@worlds(2)
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def case_bias_activation_and_types(world, activation):
     m, k, n = 19, 40, 29

@@ -53,6 +53,16 @@ def call_kernel(x, words, signal, n, world, VERB: tl.constexpr):
         tdl.notify(signal, me, world, 1, op="sum")
     elif VERB == "cmp":
         tdl.wait(signal, world, 1, cmp="gt")
+    elif VERB == "large":
+        tdl.wait(signal, world, 1 << 32)
+    elif VERB == "large, found out":
+        tdl.notify(signal, me, world, tl.arange(0, 2).to(tl.int64) - (1 << 31) - 1)
+    elif VERB == "handle, peer":
+        tdl.symm_at(x, world, me)
+    elif VERB == "world, channel":
+        tdl.barrier(world, signal)
+    elif VERB == "missing":
+        tdl.put(x + 32, x, 8, me)
 
 
 @worlds(1, 2)
@@ -80,6 +90,12 @@ def call_kernel(x, words, signal, n, world, VERB: tl.constexpr):
         ("wait_any", "wait_any: count must be an integer, got fp32"),
         ("op", "notify: op must be 'set' or 'add', got 'sum'"),
         ("cmp", "wait: cmp must be 'ge' or 'eq', got 'gt'"),
+        ("large", "wait: value 4294967296 does not fit a signal, which has 32 bits"),
+        ("large, found out", "notify: value -2147483649 does not fit a signal"),
+        ("handle, peer", r"expected the handle of a world or team, got .*; the order of the "
+         r"arguments is symm_at\(ptr, peer, world\)"),
+        ("world, channel", r"expected a channel, got the handle .* is barrier\(channel, world\)"),
+        ("missing", r"put\(\) missing 1 required positional argument: 'world'"),
     ],
 )  # fmt: skip
 def case_an_argument_of_another_kind(world, verb, text):

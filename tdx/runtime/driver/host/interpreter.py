@@ -141,6 +141,7 @@ class _Rewriter(interpreter.FunctionRewriter):
                 scope[name] = getattr(interpreter, name)
         function = types.FunctionType(code, scope, raw.__name__, raw.__defaults__, closure)
         function.__kwdefaults__ = raw.__kwdefaults__
+        function.__qualname__ = raw.__name__  # which Python's messages say
         return function
 
 
