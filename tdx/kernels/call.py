@@ -29,7 +29,7 @@ from tdx.runtime import dlpack
 from tdx.runtime.array import Array
 from tdx.runtime.errors import Closed, InvalidArgument, TdxError
 from tdx.runtime.group import Group
-from tdx.runtime.init import current_world
+from tdx.runtime.init import current_world, no_world
 from tdx.runtime.stream import DEFAULT_STREAM, after, before_which, stream_handle
 from tdx.runtime.world import World
 
@@ -51,7 +51,7 @@ def world_of(*arrays: Any) -> World:
             closed = x.world  # that array is refused
     world = current_world() or closed
     if world is None:
-        raise Closed("no world is open; call tdx.init() first")
+        raise Closed(no_world())
     return world
 
 

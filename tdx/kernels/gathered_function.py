@@ -10,6 +10,7 @@ from tdx.kernels.operand import for_each
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.product_options import ProductOptions, given_operand
 from tdx.runtime.array import Array
+from tdx.runtime.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from tdx.kernels.all_gather_matmul import AllGatherMatmul
@@ -40,11 +41,16 @@ def gathered_product(
             for_each(getattr(given, what), len(many), single, what)
             for what in ("out", "bias", "scale_b")
         )
+        missing = sum(each is None for each in biases)
+        if 0 < missing < len(many):
+            raise InvalidArgument(
+                f"bias: {missing} of {len(many)} are None; pass one for each b, or for none"
+            )
         left = given_operand(call, given.scale_a, "scale_a")
         vectors = [given_operand(call, each, "bias") for each in biases]
         rights = [given_operand(call, each, "scale_b") for each in scales]
         shapes = ys[0].shape if alone else tuple(y.shape for y in ys)
-        of_plan = {**given.of_plan, "row_scales": _has_row_scales(x, left)}
+        of_plan = {**given.of_plan, "bias": not missing, "row_scales": _has_row_scales(x, left)}
         plan = call.plan(kind, x.shape, shapes, x.dtype, **of_plan)
         dtype = plan.product.out_dtype
         targets = [call.target(o, s, dtype) for o, s in zip(outs, plan.out_shapes, strict=True)]

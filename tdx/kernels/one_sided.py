@@ -25,6 +25,7 @@ import tdx.language as tdl
 from tdx.kernels.call import Call
 from tdx.kernels.operand import (
     Operand,
+    check_array,
     check_operand,
     check_output,
     enter,
@@ -134,7 +135,9 @@ def _own(world: World, x: Any, what: str) -> Operand:
             f"{what} is the view that peer({x.owner_rank}) made; pass the own array, and the rank "
             "as peer="
         )
-    return check_operand(operand(world, x, what), x.shape, x.dtype, what)
+    op = operand(world, x, what)
+    check_array(op.shape, op.dtype, op.contiguous, x.shape, x.dtype, what)
+    return op
 
 
 def _address(x: Array, peer: int) -> int:

@@ -220,23 +220,30 @@ def _no_gaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: str) -> Operand:
     """`op` if it is contiguous and of the given shape and dtype, else an error that says so."""
-    check_array(op.shape, op.dtype, op.contiguous, shape, dtype, what)
+    check_array(op.shape, op.dtype, op.contiguous, shape, dtype, what, is_read=True)
     return op
+
+
+def copy_of(what: str) -> str:
+    """The remedy for an input that is a view with gaps."""
+    return f"pass a contiguous array: world.array({what}) makes a copy that is"
 
 
 def check_array(
     given: tuple[int, ...], kind: np.dtype, contiguous: bool, shape: tuple[int, ...],
-    dtype: np.dtype, what: str,
+    dtype: np.dtype, what: str, is_read: bool = False,
 ) -> None:  # fmt: skip
-    """Raise unless an array `given` so is contiguous and of that shape and dtype."""
+    """Raise unless an array `given` so is contiguous and of that shape and dtype.
+
+    `is_read`: and not written to, so that a copy would do.
+    """
     if kind is not dtype and kind != dtype:
         raise DtypeError(f"{what} has dtype {kind}, expected {dtype}")
     if given != shape:
         raise InvalidArgument(f"{what} has shape {given}, expected {shape}")
     if not contiguous:
-        raise InvalidArgument(
-            f"{what} of shape {shape} must be contiguous; pass a contiguous array"
-        )
+        remedy = copy_of(what) if is_read else "pass a contiguous array"
+        raise InvalidArgument(f"{what} of shape {shape} must be contiguous; {remedy}")
 
 
 def check_output(
@@ -245,7 +252,7 @@ def check_output(
     """`out` as an operand that can be written to."""
     op = operand(world, out, what)
     if op.shape != shape or op.dtype is not dtype or not op.contiguous:
-        check_operand(op, shape, dtype, what)
+        check_array(op.shape, op.dtype, op.contiguous, shape, dtype, what)
     if not op.writable:
         raise InvalidArgument(f"{what} is read-only; pass a writable array")
     return op
@@ -342,7 +349,7 @@ def flattened(a: Operand) -> tuple[int, int, int]:
         if outer != inner * n:
             raise InvalidArgument(
                 f"a of shape {a.shape} and strides {a.strides} (elements) has leading axes that "
-                "do not lie behind one another; pass a contiguous array"
+                f"do not lie behind one another; {copy_of('a')}"
             )
     return elements(lead), axes[-1][1] if axes else a.shape[-1], a.strides[-1]
 

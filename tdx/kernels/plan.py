@@ -46,6 +46,7 @@ from tdx.runtime.errors import (
 )
 from tdx.runtime.graph import hold
 from tdx.runtime.group import Group, Outsider
+from tdx.runtime.pickling import refuse_pickling
 from tdx.runtime.signals import Channel, Site, make_channel
 from tdx.runtime.stream import (
     DEFAULT_STREAM,
@@ -133,6 +134,9 @@ class Plan(Repeating):
     def usual_result(dtype: np.dtype) -> np.dtype:
         """The type of results for inputs of `dtype`, unless another is asked for."""
         return dtype
+
+    def __reduce__(self) -> Any:
+        return refuse_pickling(self)
 
     # ---- for the preparation
     def workspace(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tdx.kernels.operand import Operand, operand
+from tdx.kernels.operand import Operand, check_operand, operand
 from tdx.kernels.plan import Plan
 from tdx.kernels.plan_cache import check_recording, remembered
 from tdx.kernels.select import constants
@@ -265,15 +265,14 @@ class Product:
     def check_bias(self, world: World, bias: Any, n: int, fallback: Operand) -> Operand:
         """The bias as an operand; `fallback` stands in when there is none."""
         if (bias is not None) != self.bias:
-            raise InvalidArgument(f"the plan was made with bias={self.bias}; pass just that")
+            remedy = "pass one, or one for each of several b" if self.bias else "pass none"
+            raise InvalidArgument(f"bias: the plan was made with bias={self.bias}: {remedy}")
         if bias is None:
             return fallback
         op = operand(world, bias, "bias")
         if not dtypes.is_float(op.dtype):
             raise DtypeError(f"bias has dtype {op.dtype}, expected one of {_BIASES}")
-        if op.shape != (n,) or not op.contiguous:
-            raise InvalidArgument(f"bias must be contiguous with shape ({n},), got {op.shape}")
-        return op
+        return check_operand(op, (n,), op.dtype, "bias")
 
     def check_row_scales(self, given: Any) -> bool:
         """The option row_scales."""
@@ -308,12 +307,12 @@ class Product:
             raise DtypeError(f"{what} must be float32, got {op.dtype}")
         if op.shape in ((), (1,)):
             return op, 0
-        if op.shape != shape or not op.contiguous:
+        if op.shape != shape:
             raise InvalidArgument(
                 f"{what} must be a number, an array of one element, or contiguous with shape "
                 f"{shape}; got shape {op.shape}"
             )
-        return op, 1
+        return check_operand(op, shape, op.dtype, what), 1
 
 
 def _refuse(refusal: str | None) -> None:

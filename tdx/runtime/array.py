@@ -11,7 +11,7 @@ import numpy as np
 
 from tdx.runtime import dlpack, dtypes
 from tdx.runtime.block import Block
-from tdx.runtime.checks import as_int
+from tdx.runtime.checks import as_int, has_elements
 from tdx.runtime.copies import host_array, span
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.graph import hold
@@ -176,7 +176,10 @@ class Array:
     def __setitem__(self, index: Any, source: Any) -> None:
         """Copy into a view, see `copy_from`; a number, of Python or NumPy, fills the view."""
         view = self[index]
-        if isinstance(source, (numbers.Number, np.generic)):
+        scalar = isinstance(source, np.generic) or (type(source) is np.ndarray and not source.ndim)
+        if scalar and source.dtype != view.dtype and source.dtype in dtypes.SUPPORTED:
+            source = source.item()  # it fits, or not, as a number of Python does
+        if scalar or isinstance(source, numbers.Number):
             source = np.full(view.shape, host_array(source, view.dtype))
         view.copy_from(source)
 
@@ -186,7 +189,7 @@ class Array:
         if not self.is_contiguous:
             raise InvalidArgument(
                 f"{self._block.title} of shape {self.shape} and strides {self.strides} is "
-                "not contiguous and cannot be reshaped without a copy"
+                "not contiguous and cannot be reshaped without a copy, as world.array(x) makes one"
             )
         new = complete_shape(self.size, wanted)
         return self._view(self._address, new, dlpack.row_major(new, self.itemsize), self.dtype)
@@ -374,3 +377,16 @@ class Array:
 
     def __bool__(self) -> bool:
         raise Unsupported("the truth of an array is not defined; use x.size or x.numpy()")
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if not has_elements(other):
+            return NotImplemented
+        raise TypeError(
+            "arrays do not compare, neither by == nor by !=: x.numpy() == y compares elements, and "
+            "x is y asks for the same array"
+        )
+
+    def __contains__(self, value: object) -> bool:
+        raise TypeError("arrays do not search their elements: ask `value in x.numpy()`")

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 import operator
-from numbers import Real
+from numbers import Number, Real
 from typing import Any
 
 from .errors import InvalidArgument
 
-__all__ = ["as_float", "as_int", "check_flag", "check_int", "make_ints"]
+__all__ = [
+    "as_float",
+    "as_int",
+    "check_flag",
+    "check_int",
+    "check_kind",
+    "has_elements",
+    "is_array",
+    "make_ints",
+]
 
 _BOOLS = ("bool", "bool_")  # NumPy's own, by its name before 2.0
 
@@ -34,6 +43,17 @@ def as_float(value: Any) -> float | None:
         return math.inf
 
 
+def is_array(value: Any) -> bool:
+    """Whether it is an array, or a scalar, of some library."""
+    kind = type(value)  # the class itself has the methods, too, and is none
+    return hasattr(kind, "__dlpack__") or hasattr(kind, "__array__")
+
+
+def has_elements(value: Any) -> bool:
+    """Whether NumPy would compare it with an array element by element."""
+    return isinstance(value, (Number, list, tuple)) or is_array(value)
+
+
 def check_int(value: Any, what: str, least: int, most: int | None = None) -> int:
     """`value` as an int from `least` to `most`; InvalidArgument."""
     whole = as_int(value)
@@ -56,6 +76,16 @@ def check_flag(operation: str, name: str, value: Any) -> bool:
         f"{operation}: {name}={given} must be True or False: a plan is made with whether there is "
         f"one, and its calls take the array"
     )
+
+
+def check_kind(symmetric: Any, name: Any) -> None:
+    """Raise InvalidArgument unless these say which kind of array is wanted, and its name."""
+    if type(symmetric).__name__ not in _BOOLS:
+        raise InvalidArgument(
+            f"symmetric={symmetric!r} must be True or False; what messages call the array is name="
+        )
+    if name is not None and not isinstance(name, str):
+        raise InvalidArgument(f"name={name!r} must be a str, or None")
 
 
 def make_ints(settings: Any, *names: str) -> None:

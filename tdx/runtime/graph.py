@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdx.runtime.block import Block
 from tdx.runtime.errors import Closed, InvalidArgument, TdxError
+from tdx.runtime.pickling import refuse_pickling
 from tdx.runtime.signals import Usage
 from tdx.runtime.stream import follow, order, stream_handle
 
@@ -41,6 +42,9 @@ class Graph:
         self._before: list[Callable[[int], None]] = []
         self._calls: Counter[Usage] = Counter()
         weakref.finalize(self, _count, self._keep, -1).atexit = False
+
+    def __reduce__(self) -> Any:
+        return refuse_pickling(self)
 
     def keep(self, *objects: Any) -> None:
         """Hold objects as long as the graph lives; arrays among them cannot be freed before.

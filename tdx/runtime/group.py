@@ -9,6 +9,7 @@ from tdx import abi
 from tdx.runtime.agreement import agree
 from tdx.runtime.checks import as_int
 from tdx.runtime.errors import InvalidArgument, TdxError, Unsupported
+from tdx.runtime.pickling import refuse_pickling
 from tdx.runtime.signals import Handle
 from tdx.runtime.triton_driver import constexpr
 
@@ -86,6 +87,9 @@ class Group:
     index: int
     handle: Handle
     world: World
+
+    def __reduce__(self) -> Any:
+        return refuse_pickling(self)
 
     def check_rank(self, rank: int, what: str = "rank") -> int:
         """`rank` as an int within the group, else InvalidArgument."""

@@ -29,9 +29,10 @@ from tdx.runtime.untraced import stay_untraced
 from tdx.runtime.waiting import Notice
 from tdx.runtime.world import World
 
-__all__ = ["current_world", "init"]
+__all__ = ["current_world", "init", "no_world"]
 
 _open: World | None = None
+_forked = False  # whether this is a copy of a process that had a world, with its MPI and device
 _POLICIES = ("raise", "abort")
 _LONGEST_TIMEOUT_S = 1e6  # epoll waits no longer than 2**31 milliseconds
 
@@ -76,12 +77,14 @@ def init(
     ------
     InvalidArgument
         A bad value; ranks that disagree; a world that is open already; a launcher of another MPI,
-        or of none.
+        or of none; a forked copy of a process that has had a world.
     Unsupported
         Several hosts, or a backend that is not there yet.
     DriverError, HeapExhausted
         The device or its memory.
     """
+    if _forked:
+        raise InvalidArgument(f"tdx.init: {no_world()}")
     with Notice(comm, timeout_s) as notice:
         notice.opened = communicator = open_comm(comm)
         try:
@@ -93,6 +96,16 @@ def init(
 def current_world() -> World | None:
     """The world that is open in this process, if any."""
     return None if _open is None or _open.closed else _open
+
+
+def no_world() -> str:
+    """What to say to who needs one."""
+    if _forked:
+        return (
+            "this process was forked from a rank, whose MPI and device it cannot use; start it "
+            'anew instead: multiprocessing.get_context("spawn")'
+        )
+    return "no world is open; call tdx.init() first"
 
 
 @atexit.register
@@ -120,6 +133,8 @@ def _last_error() -> BaseException:
 
 
 def _after_fork() -> None:
+    global _forked
+    _forked = _open is not None
     if _open is not None and not _open.closed:
         disown(_open)
 

@@ -19,6 +19,7 @@ from tdx.runtime.block import SymmetricBlock
 from tdx.runtime.board import CallBoard, Entry
 from tdx.runtime.checks import as_int
 from tdx.runtime.errors import InvalidArgument, TdxError
+from tdx.runtime.pickling import refuse_pickling
 
 if TYPE_CHECKING:
     from tdx.runtime.array import Array
@@ -40,6 +41,9 @@ class Handle(NamedTuple):
     stride: int
     is_team: Any  # constexpr
 
+    def __reduce__(self) -> Any:
+        return refuse_pickling(self)
+
 
 class Channel(NamedTuple):
     """A kernel argument: what device functions take as `channel`. See tdx/abi.py."""
@@ -47,6 +51,9 @@ class Channel(NamedTuple):
     words: Array  # symmetric int32
     control: Pointer
     packed: int
+
+    def __reduce__(self) -> Any:
+        return refuse_pickling(self)
 
 
 class Usage(Entry):

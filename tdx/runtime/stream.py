@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tdx.runtime.checks import as_int
 from tdx.runtime.errors import Closed, InvalidArgument
+from tdx.runtime.pickling import refuse_pickling
 
 if TYPE_CHECKING:
     from tdx.runtime.driver.base import Driver
@@ -68,6 +69,9 @@ class Event:
         self._check()
         return self._driver.event_elapsed(self.handle, later.handle)
 
+    def __reduce__(self) -> Any:
+        return refuse_pickling(self)
+
 
 class Stream:
     """A queue of device work, run in order. Made by `world.new_stream`."""
@@ -116,6 +120,9 @@ class Stream:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
+
+    def __reduce__(self) -> Any:
+        return refuse_pickling(self)
 
     def _check(self) -> None:
         if not self._open:

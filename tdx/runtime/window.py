@@ -330,17 +330,23 @@ class Region:
         return -(-nbytes // granularity) * granularity
 
     def _exhausted(self, full: HeapFull, label: str, why: str) -> HeapExhausted:
-        heap = self.heap
-        request = f"{self.name} heap: {format_bytes(full.requested)} requested for {label}"
-        if full.requested > heap.limit - self.window.driver.gap:
+        heap, gap = self.heap, self.window.driver.gap
+        never = full.requested > heap.limit - gap
+        room = heap.limit if never else full.largest_free
+        # rounded, what lacks little would seem to fit
+        size = "{} bytes".format if full.requested <= room + room // 8 else format_bytes
+        request = f"{self.name} heap: {size(full.requested)} requested for {label}"
+        if gap:
+            request += f" and {gap} bytes that stay free behind it"
+        if never:
             return HeapExhausted(
-                f"{request}, but it grows up to {format_bytes(heap.limit)} at most, so that to "
-                f"free what it holds is of no use; use smaller arrays{self.larger}"
+                f"{request}, but it grows up to {size(heap.limit)} at most, so that to free what "
+                f"it holds is of no use; use smaller arrays{self.larger}"
             )
         return HeapExhausted(
-            f"{request}, {format_bytes(full.free)} free of {format_bytes(heap.capacity)}, "
-            f"the largest free run {format_bytes(full.largest_free)}, and it grows up to "
-            f"{format_bytes(heap.limit)} at most{why}; {self.remedy}{self.larger}"
+            f"{request}, {size(full.free)} free of {size(heap.capacity)}, the largest free run "
+            f"{size(full.largest_free)}, and it grows up to {size(heap.limit)} at most{why}; "
+            f"{self.remedy}{self.larger}"
         )
 
 

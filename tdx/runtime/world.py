@@ -17,6 +17,7 @@ from tdx.runtime.allocation import allocate_symmetric, allocate_user
 from tdx.runtime.array import Array
 from tdx.runtime.block import Block, Exports, LocalBlock
 from tdx.runtime.board import PLAN_KEY
+from tdx.runtime.checks import check_kind
 from tdx.runtime.closing import close
 from tdx.runtime.copies import Copies
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
@@ -146,6 +147,7 @@ class World(Group):
         self.check()
         kind = dtypes.resolve(dtype)
         extents = check_shape(shape)
+        check_kind(symmetric, name)
         if not symmetric:
             array = self.local(extents, kind, name or "array")
             array._block.named = bool(name)

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import zipfile
 import zlib
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ from tdx.runtime.backends import BACKENDS, amd_gpus, choose, nvidia_gpus
 from tdx.runtime.config import config
 from tdx.runtime.errors import InvalidArgument, TdxError
 from tdx.tools import run
+from tdx.tools.child import python_words
 
 __all__ = ["Settings", "add_arguments", "load", "main"]
 
@@ -148,7 +148,7 @@ def _trouble_with_gpu(number: int) -> str:
 
     Not in this process, which must not keep a GPU's context while the ranks run.
     """
-    words = [sys.executable, "-c", _OPEN_GPU, str(number)]
+    words = [*python_words(_OPEN_GPU), str(number)]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return lines[-1] if done.returncode else ""

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -26,11 +25,13 @@ from tdx.runtime.backends import BACKENDS
 from tdx.runtime.errors import InvalidArgument
 from tdx.tools import facts
 from tdx.tools.capabilities import Capability, judge
+from tdx.tools.child import python_words
 from tdx.tools.info import text
 from tdx.tools.job import TIMED_OUT
 
 __all__ = ["add_arguments", "main"]
 
+_TDX = "from tdx.tools.cli import main; sys.exit(main())"
 _HOST_RANKS = 2
 _MOST_RANKS = 16  # pairs are measured one after the other
 _WIDTH = 79
@@ -102,7 +103,7 @@ def _measure(backend: str, ranks: int, timeout_s: float) -> dict[str, Any]:
             "--no-prefix",
         ]
         done = subprocess.run(
-            [sys.executable, "-m", "tdx", "run", *words, "-m", "tdx.tools.links", str(path)],
+            [*python_words(_TDX), "run", *words, "-m", "tdx.tools.links", str(path)],
             env=os.environ | {"TDX_QUIET": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -13,7 +13,6 @@ import platform
 import resource
 import shutil
 import subprocess
-import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +22,7 @@ import tdx
 from tdx.runtime.backends import amd_gpus, choose, nvidia_gpus
 from tdx.runtime.config import config
 from tdx.runtime.errors import TdxError
+from tdx.tools.child import python_words
 from tdx.tools.launcher import find_launcher, find_library
 
 __all__ = ["FRAMEWORKS", "backend", "devices", "frameworks", "limits", "mpi", "versions"]
@@ -139,7 +139,7 @@ def devices() -> dict[str, Any]:
         return {}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
+            python_words(_PROBE),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tdx.runtime.errors import TdxError
+from tdx.tools.child import python_words
 
 __all__ = ["Launcher", "Library", "clean_environment", "find_launcher", "find_library"]
 
@@ -87,7 +88,7 @@ class Launcher:
 def find_library(python: str = sys.executable) -> Library:
     """The MPI library that mpi4py loads in `python`. Raises TdxError if there is none."""
     done = subprocess.run(
-        [python, "-c", _PROBE],
+        python_words(_PROBE, python),
         env=clean_environment(os.environ),
         stdin=subprocess.DEVNULL,
         capture_output=True,

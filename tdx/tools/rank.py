@@ -103,7 +103,9 @@ def _execute(flag: str, target: str, report: int) -> int:
     rank = os.getpid()
     try:
         if flag == "-m":
-            sys.path.insert(0, os.getcwd())
+            # first, as Python does; but tdx's own need no file of the current folder
+            own = target.partition(".")[0] == "tdx"
+            sys.path.insert(len(sys.path) if own else 0, os.getcwd())
             sys.argv.insert(0, target)
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:

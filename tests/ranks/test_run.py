@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from tests.helpers.commands import ROOT, run_tdx
+from tests.helpers.commands import ROOT, run_tdx, tdx_environment
 from tests.helpers.scripts import write_script
 
 
@@ -31,6 +31,23 @@ def test_output_has_whole_marked_lines(script, tmp_path):
     expected += [f"[{r}] no newline" for r in range(3)]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
     assert sorted(done.stderr.splitlines()) == [f"[{r}] to stderr" for r in range(3)]
+
+
+@pytest.mark.parametrize("words", [("run", "-n", "2", "SCRIPT"), ("demo", "-n", "2"),
+                                   ("doctor", "-n", "2", "--backend", "host")])  # fmt: skip
+def test_files_called_as_modules_of_python(script, tmp_path, words):
+    """In the current folder, where the installed command does not look either."""
+    path, folder = script("print('right')"), tmp_path / "folder"
+    folder.mkdir()
+    for name in ("json", "pickle", "typing"):
+        (folder / f"{name}.py").write_text("x = 1\n")
+    words = [path if word == "SCRIPT" else word for word in words]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "tdx", *words], cwd=folder, env=tdx_environment(),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "right" in done.stdout or "can run here: host, 2 ranks" in done.stdout
 
 
 def test_lines_of_ranks_do_not_mix(script):

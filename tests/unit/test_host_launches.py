@@ -100,10 +100,20 @@ def test_an_error_names_the_line_and_the_device_goes_on(world):
     assert (x.numpy() == 1).all()
 
 
+class Producer:
+    """An array of a library that Triton does not know, such as JAX's."""
+
+    def __dlpack__(self, **_):
+        raise AssertionError("nobody asks for the memory")
+
+
 def test_arguments_that_are_refused_at_the_launch(world):
     x = world.zeros(4, "float32")
     for arguments, text in [
-        ((np.zeros(4), 4, 1.0, 4), "world.array"),
+        ((np.zeros(4), 4, 1.0, 4), r"of type ndarray, .*world\.array\(x\)"),
+        ((Producer(), 4, 1.0, 4), r"'x' is of type Producer, .*; make it .* world\.array\(x\)"),
+        (([1.0], 4, 1.0, 4), "of type list, which is not a kernel argument$"),
+        ((Producer, 4, 1.0, 4), "of type type, which is not a kernel argument$"),
         (("text", 4, 1.0, 4), "str"),
         ((x, 2**64, 1.0, 4), "64 bits"),
         ((x, 4), "missing"),
@@ -113,7 +123,7 @@ def test_arguments_that_are_refused_at_the_launch(world):
     with pytest.raises(InvalidArgument, match="unknown_option"):
         add[(1,)](x, 4, 1.0, 4, unknown_option=1)
     for grid in [(1, 2, 3, 4), (-1,), ()]:
-        with pytest.raises(InvalidArgument, match="grid"):
+        with pytest.raises(InvalidArgument, match=r"grid .* along each axis, as in \(4,\) or"):
             add[grid](x, 4, 1.0, 4)
     for grid in (2.0,), (np.float32(1),):
         with pytest.raises(InvalidArgument, match=r"add: the grid must be .* integers .*cdiv"):

@@ -140,6 +140,99 @@ def test_loops_that_compilers_refuse(world, which, text):
     assert not out.numpy().any()
 
 
+_LENGTH, _WIDTH = 3, tl.constexpr(8)
+_TABLE = np.arange(4)
+
+
+def _plain(x):
+    return x
+
+
+@triton.jit
+def _globals(out, WHICH: tl.constexpr):
+    tl.store(out + tl.arange(0, _WIDTH), 1)
+    if WHICH == "number":
+        tl.store(out, _LENGTH)
+    elif WHICH == "array":
+        tl.store(out, _TABLE[1])
+    elif WHICH == "function":
+        tl.store(out, _plain(2))
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("number", r"_LENGTH is a global int, .*: write _LENGTH = tl\.constexpr"),
+        ("array", "_TABLE is a global ndarray"),
+        ("function", "_plain is a plain function, .*: use @triton.jit"),
+    ],
+)
+def test_globals_that_compilers_refuse(world, which, text):
+    out = world.zeros(8, "int32", symmetric=False)
+    _globals[(1,)](out, which)
+    with pytest.raises(DriverError, match=rf"NameError: {text}.*test_host_logic\.py:\d+: tl\.st"):
+        world.synchronize()
+
+
+def test_globals_that_compilers_take(world):
+    """Also those in a branch that they do not see."""
+    out = world.zeros(8, "int32", symmetric=False)
+    _globals[(1,)](out, "none")
+    assert (out.numpy() == 1).all()
+
+
+def test_a_captured_number(world):
+    length = 3
+
+    @triton.jit
+    def captured(out):
+        tl.store(out, length)
+
+    captured[(1,)](world.zeros(8, "int32", symmetric=False))
+    with pytest.raises(DriverError, match="NameError: length is a global int"):
+        world.synchronize()
+
+
+@triton.jit
+def _returns(out, n, WHICH: tl.constexpr):
+    if n == 0:
+        return
+    for i in tl.static_range(4):
+        if WHICH == "static" and i == 2:
+            return
+        tl.store(out + i, 1)
+    for i in range(n):
+        if WHICH == "for" and i == 2:
+            return
+    while n > 0:
+        if WHICH == "while":
+            return
+        n -= 1
+    tl.store(out + 7, 1)
+
+
+@pytest.mark.parametrize("which", ["for", "while"])
+def test_returns_that_compilers_refuse(world, which):
+    out = world.zeros(8, "int32", symmetric=False)
+    _returns[(1,)](out, 4, which)
+    with pytest.raises(DriverError, match=r"TypeError: `return` inside a loop.*py:\d+: return"):
+        world.synchronize()
+
+
+@pytest.mark.parametrize(("which", "n"), [("static", 4), ("none", 0), ("none", 4)])
+def test_returns_that_compilers_take(world, which, n):
+    out = world.zeros(8, "int32", symmetric=False)
+    _returns[(1,)](out, n, which)
+    wanted = (
+        [0] * 8
+        if n == 0
+        else [1, 1, 0, 0, *[0] * 4]
+        if which == "static"
+        else [1] * 4 + [0, 0, 0, 1]
+    )
+    assert out.numpy().tolist() == wanted
+
+
 def test_loops_that_compilers_take(world):
     out = world.zeros(8, "int32", symmetric=False)
     _loops[(1,)](out, 4, 4, "right")

@@ -14,12 +14,30 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.faults import Pointer
 
 if TYPE_CHECKING:
     from tdx.runtime.stream import Here
 
-__all__ = ["Bound", "Described", "DeviceInfo", "Driver"]
+__all__ = [
+    "COPYING_IN", "COPYING_OUT", "WAITING", "Bound", "Described", "DeviceInfo", "Driver",
+    "not_recorded",
+]  # fmt: skip
+
+# what waits and so cannot be recorded, with the calls that do it
+WAITING = "waiting for the device, as world.synchronize() and world.barrier() do,"
+COPYING_IN = "copying from the host, as x.copy_from(a) with a NumPy array does,"
+COPYING_OUT = "copying to the host, as x.numpy() does,"
+
+
+def not_recorded(what: str) -> InvalidArgument:
+    """What is raised where `what`, which waits for the device, comes while a graph is recorded."""
+    return InvalidArgument(
+        f"{what} is not possible while a graph is recorded: do it before or after the "
+        "`with tdx.graph(...)` block, or the recording of another library; only kernels, plans, "
+        "functions, and copies between tdx arrays are recorded"
+    )
 
 
 class Bound(Protocol):

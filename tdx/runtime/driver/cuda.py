@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tdx.runtime import triton_driver_cuda
+from tdx.runtime.driver.base import WAITING
 from tdx.runtime.driver.cuda_device import (
     DEFAULT_STREAMS,
     LEGACY_STREAMS,
@@ -98,7 +99,7 @@ class CudaDriver(CudaMemory):
 
     def synchronize(self) -> None:
         if self._recording:
-            self._refuse_recorded("waiting for the GPU", self._recording)
+            self._refuse_recorded(WAITING, self._recording)
         self._return_idle()
 
     def abandon(self) -> None:

@@ -7,10 +7,11 @@ import ctypes
 from collections import deque
 from collections.abc import Sequence
 
+from tdx.runtime.driver.base import COPYING_IN, COPYING_OUT, not_recorded
 from tdx.runtime.driver.cuda_device import PER_THREAD_STREAM, call, cu
 from tdx.runtime.driver.cuda_staging import LARGE, Staging
 from tdx.runtime.driver.cuda_window import DEVICE, PINNED, CudaWindow
-from tdx.runtime.errors import HeapExhausted, InvalidArgument
+from tdx.runtime.errors import HeapExhausted
 from tdx.runtime.stream import DEFAULT_STREAM
 
 __all__ = ["CudaMemory"]
@@ -73,10 +74,7 @@ class CudaMemory(CudaWindow):
         """What waits for the device cannot be part of a graph."""
         recorded = self.capturing(stream) if self._recording else self.recorded_elsewhere(stream)
         if recorded:
-            raise InvalidArgument(
-                f"{what} is not possible while a graph is recorded: do it before or after the "
-                "`with tdx.graph(...)` block, or the recording of another library"
-            )
+            raise not_recorded(what)
 
     # ---- local memory
     def alloc(self, nbytes: int, stream: int) -> int:
@@ -232,7 +230,7 @@ class CudaMemory(CudaWindow):
         self.mark(stream)
 
     def copy_in(self, dst: int, src: int, nbytes: int, stream: int, keep: object = None) -> None:
-        self._refuse_recorded("copying from the host", stream)
+        self._refuse_recorded(COPYING_IN, stream)
         if nbytes >= LARGE:
             self._staging.copy_in(dst, src, nbytes, stream, self._copy_in)
         else:
@@ -240,7 +238,7 @@ class CudaMemory(CudaWindow):
         self.stream_synchronize(stream)
 
     def copy_out(self, dst: int, src: int, nbytes: int, stream: int, keep: object = None) -> None:
-        self._refuse_recorded("copying to the host", stream)
+        self._refuse_recorded(COPYING_OUT, stream)
         if nbytes >= LARGE:
             self._staging.copy_out(dst, src, nbytes, stream, self._copy_out)
         else:

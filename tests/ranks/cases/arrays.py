@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ import triton.language as tl
 
 import tdx
 from tdx.interop import numpy_arrays
-from tdx.runtime.errors import Closed, DtypeError, InvalidArgument
+from tdx.runtime.errors import Closed, DtypeError, InvalidArgument, TdxError
 from tests.helpers.cases import host_only, worlds
 
 DTYPES = (
@@ -102,23 +103,61 @@ def case_numbers_fill_a_view(world):
     x[1:] = 0.5
     x[2:2] = 7
     assert x.numpy().tolist() == [0, 0.5, 0.5, 0.5]
-    for wrong, error in ((np.float64(1), DtypeError), (1j, InvalidArgument)):
-        with pytest.raises(error, match=r"convert it first|cannot be made"):
+    half = ml_dtypes.bfloat16(0.5)
+    for number in (np.float64(1.5), np.int64(2), np.True_, half, np.array(2.5), np.array(3)):
+        x[1:] = number
+        assert x.numpy().tolist() == [0, number, number, number]
+    for wrong in (1j, np.complex64(1), np.array(1j)):
+        with pytest.raises(InvalidArgument, match="cannot be made"):
+            x[:] = wrong
+    for wrong in (np.ones(1), np.ones((1, 1), np.float32), np.datetime64(1, "ns"), np.str_("1")):
+        with pytest.raises(TdxError, match=r"convert it first|not a dtype|tdx does not|shape"):
             x[:] = wrong
     with pytest.raises(InvalidArgument, match="300 cannot be made an array"):
         world.zeros(4, "uint8")[:] = 300
     ints = world.zeros(4, "int32")
-    for fraction in (2.7, [1.0, 1.9]):
+    for fraction in (2.7, [1.0, 1.9], np.float64(1.5), np.float32(1.5), np.array(1.5)):
         with pytest.raises(DtypeError, match="is not of int32: pass whole numbers"):
             ints[:2] = fraction
     ints[:2] = [1.0, 3]
     assert ints.numpy().tolist() == [1, 3, 0, 0]
+    ints[2:] = np.float64(4)  # as Python's 4.0
+    assert ints.numpy().tolist() == [1, 3, 4, 4]
+    with pytest.raises(InvalidArgument, match=f"{1 << 40} cannot be made an array"):
+        ints[:] = np.int64(1 << 40)
     world.barrier()
     y = world.zeros(4, "int64")
     world.barrier()
     y.peer((world.rank + 1) % world.size)[:2] = 9
     world.barrier()
     assert y.numpy().tolist() == [9, 9, 0, 0]
+
+
+class Producer:
+    """An array of some library."""
+
+    def __dlpack__(self, **_):
+        raise AssertionError("nobody asks for the memory")
+
+
+@worlds(1, 2)
+def case_arrays_do_not_compare(world):
+    x, y = (world.array(np.full(4, 5, np.float32)) for _ in range(2))
+    for other in (5, 5.0, 5j, True, np.float32(5), x, y, x[:2], y.numpy(), Producer(), [5.0], (5,)):
+        for compare in (operator.eq, operator.ne):
+            with pytest.raises(TypeError, match=r"x\.numpy\(\) == y .*, and x is y asks"):
+                compare(x, other)
+        with pytest.raises(TypeError, match=r"do not search .*: ask `value in x\.numpy\(\)`"):
+            other in x  # noqa: B015
+    with pytest.raises(TypeError, match="do not compare"):
+        y in [x]  # noqa: B015
+    for other in (None, "text", b"text", {}, object(), np.ndarray, world):
+        assert (x == other) is False
+        assert x != other
+    assert x in [x, y]
+    assert {x: 1, y: 2} == {y: 2, x: 1}
+    assert (x, 3) == (x, 3)
+    world.barrier()
 
 
 @worlds(1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
+import pickle
 import threading
 import time
 
@@ -46,6 +48,73 @@ def case_shapes_and_dtypes(world):
     with pytest.raises(DtypeError, match="byte order"):
         world.array(np.zeros(3, ">i4"))
     assert resources() == before
+    world.barrier()
+
+
+@worlds(1, 2)
+def case_a_name_where_another_argument_belongs(world):
+    """Refused before the heap is touched, which peers would not do."""
+    before = world.user_region.heap.digest
+    make = {
+        "empty": functools.partial(world.empty, 4, "int32"),
+        "zeros": functools.partial(world.zeros, 4, "int32"),
+        "array": functools.partial(world.array, np.zeros(4)),
+        "array of tdx": functools.partial(world.array, world.zeros(4, "int32", symmetric=False)),
+    }
+    for call in make.values():
+        with pytest.raises(InvalidArgument, match=r"^symmetric='arrived' must be .* is name="):
+            call("arrived")
+        for value in (0, 1, None, "no", np.array(True)):
+            with pytest.raises(InvalidArgument, match=r"^symmetric=.* must be True or False"):
+                call(symmetric=value)
+        for name in (5, b"x", ("x",)):
+            for symmetric in (True, False):
+                with pytest.raises(InvalidArgument, match=r"^name=.* must be a str, or None"):
+                    call(symmetric=symmetric, name=name)
+        assert not call(symmetric=np.False_, name="x").symmetric
+    assert world.user_region.heap.digest == before
+    world.barrier()
+
+
+@worlds(1, 2)
+def case_what_belongs_to_its_process(world):
+    """Pickled or copied, all of it says so, and what to do instead."""
+    plan, stream = tdx.AllReduce(world, 4, "float32"), world.new_stream()
+    with tdx.graph(world) as graph:
+        plan(world.zeros(4, "float32", symmetric=False))
+    everything = (
+        world, world.team(range(world.size)), world.handle, world.channel(1), plan, stream,
+        stream.record(), graph,
+    )  # fmt: skip
+    for thing in everything:
+        text = rf"^a tdx {type(thing).__name__} belongs to its process .*tdx\.init; pass numbers"
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=text):
+                copied(thing)
+    world.barrier()
+
+
+@worlds(1, 2)
+def case_views_with_gaps(world):
+    """An input may be copied; what is written to may not."""
+    x = world.array(np.arange(24, dtype=np.float32).reshape(4, 6))
+    y = world.zeros((6, 4), "float32")
+    plan = tdx.AllReduce(world, (6, 4), "float32")
+    remedy = r" makes a copy that is$"
+    for call, text in (
+        (lambda: tdx.all_reduce(x.T), rf"^x of shape .*: world\.array\(x\){remedy}"),
+        (lambda: tdx.broadcast(x.T, 0), rf"^x of shape .*: world\.array\(x\){remedy}"),
+        (lambda: plan(x.T), rf"^x of shape .*: world\.array\(x\){remedy}"),
+        (lambda: tdx.put(y, x.T, world.rank), rf"^src of shape .*: world\.array\(src\){remedy}"),
+        (lambda: tdx.matmul(y, x, bias=y[:, 0]), rf"^bias .*: world\.array\(bias\){remedy}"),
+        (lambda: x.T.reshape(24), r"without a copy, as world\.array\(x\) makes one"),
+        (lambda: tdx.all_reduce(y, out=x.T), "^out of shape .*; pass a contiguous array$"),
+        (lambda: tdx.put(x.T, y, world.rank), "^dst of shape .*; pass a contiguous array$"),
+    ):
+        with pytest.raises(InvalidArgument, match=text):
+            call()
+    wanted = world.size * np.arange(24).reshape(4, 6).T
+    assert (tdx.all_reduce(world.array(x.T)).numpy() == wanted).all()
     world.barrier()
 
 

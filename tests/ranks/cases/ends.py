@@ -93,9 +93,12 @@ def case_a_forked_copy(world, backend):
     if (child := os.fork()) == 0:
         try:
             for call in (x.numpy, lambda: plan(x), x.free, world.barrier, world.synchronize,
-                         lambda: world.empty(3, "int8", symmetric=False)):  # fmt: skip
+                         lambda: world.empty(3, "int8", symmetric=False),
+                         lambda: tdx.all_reduce(np.ones(4))):  # fmt: skip
                 with pytest.raises(Closed, match="forked from"):
                     call()
+            with pytest.raises(InvalidArgument, match=r"tdx\.init: .* forked from"):
+                tdx.init()
             world.close()
             del x, plan
             gc.collect()

@@ -40,6 +40,31 @@ def case_a_plan_cannot_be_made_while_recording(world):
 
 
 @worlds(1, 2)
+def case_nothing_waits_while_recording(world):
+    """What would is named, with what to do, and leaves nothing in the graph."""
+    x, y, host = world.zeros(8, "float32"), world.zeros(8, "float32"), np.ones(8, np.float32)
+    world.barrier()
+    what = " is not possible while a graph is recorded: do it before or after .* are recorded"
+    for call, text in (
+        (x.numpy, r"copying to the host, as x\.numpy\(\) does,"),
+        (lambda: x.copy_from(host), r"copying from the host, as x\.copy_from\(a\) .* does,"),
+        (lambda: x.__setitem__(0, 3), r"copying from the host, as x\.copy_from\(a\) .* does,"),
+        (world.synchronize, r"waiting for the device, as world\.synchronize\(\)"),
+        (world.barrier, r"waiting for the device, as .* and world\.barrier\(\) do,"),
+        (world.stream.synchronize, "waiting for a stream"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^{text}.*{what}"), tdx.graph(world):
+            call()
+        with tdx.graph(world) as graph:
+            with pytest.raises(InvalidArgument, match=what):
+                call()
+            y.copy_from(x)
+        graph.replay()
+        assert not y.numpy().any()
+    world.barrier()
+
+
+@worlds(1, 2)
 def case_copies_are_recorded_wherever_the_array_was_used(world):
     x, y = world.zeros(8, "float32"), world.zeros(8, "float32")
     side = world.new_stream()

@@ -73,8 +73,9 @@ def case_a_hard_cap(comm, backend):
     with tdx.init(comm, backend=backend, heap_bytes=MIB) as world:
         gap = world.driver.gap  # behind each array
         x = world.empty(MIB // 2 - gap, "uint8", name="kept")
+        behind = f" and {gap} bytes that stay free behind it" if gap else ""
         said = (
-            rf"{format_bytes(MIB - gap)} requested for array 'big' \({MIB - gap},\) uint8, "
+            rf"{format_bytes(MIB - gap)} requested for array 'big' \({MIB - gap},\) uint8{behind}, "
             "512 KiB free of 1 MiB, the largest free run "
             f"{format_bytes(MIB // 2 - gap)}, and it grows up to 1 MiB at most; free arrays, or "
             "pass a larger heap_bytes="
@@ -82,9 +83,18 @@ def case_a_hard_cap(comm, backend):
         with pytest.raises(HeapExhausted, match=said):
             world.empty(MIB - gap, "uint8", name="big")
         never = (
-            r"requested for array .*, but it grows up to 1 MiB at most, so that to free what it "
-            r"holds is of no use; use smaller arrays, or pass a larger heap_bytes="
+            rf"requested for array .*{behind}, but it grows up to (1 MiB|{MIB} bytes) at most, so "
+            r"that to free what it holds is of no use; use smaller arrays, or pass a larger "
+            r"heap_bytes="
         )
+        if gap:  # in bytes where rounding hides why it does not fit
+            for nbytes in (MIB - gap + 1, MIB):
+                with pytest.raises(HeapExhausted, match=f"{nbytes} bytes .* to {MIB} bytes at mos"):
+                    world.empty(nbytes, "uint8")
+        with pytest.raises(HeapExhausted, match=f"{MIB + 1} bytes requested .* to {MIB} bytes"):
+            world.empty(MIB + 1, "uint8")
+        with pytest.raises(HeapExhausted, match=f"2 MiB requested .*{behind}, .* to 1 MiB at"):
+            world.empty(2 * MIB, "uint8")
         for shape in (MIB - gap + 1, (1 << 20, 1 << 20, 1 << 20)):
             with pytest.raises(HeapExhausted, match=never):
                 world.empty(shape, "uint8")

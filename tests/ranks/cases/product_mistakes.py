@@ -75,12 +75,18 @@ def case_sequences_for_several_b(world):
         (partial(call, bias=z((3, 2), "f4")), r"got one array of shape \(3, 2\)"),
         (partial(call, out=y), r"out: .* got one array of shape \(8, 2\)"),
         (partial(call, bias=[z(2, "f4")]), "bias: expected a sequence of 2.* got 1"),
+        (partial(call, bias=[z(2, "f4"), None]), "^bias: 1 of 2 are None; pass one for each b, or"),
         (partial(call, bias=5), "bias: expected a sequence of 2.* got 5"),
         (partial(scaled, scale_b=np.array(2.0, "f4")), r"scale_b: .* one array of shape \(\)"),
         (partial(scaled, scale_b=2.0), "scale_b: expected a sequence of 2.* got 2.0"),
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=words):
             attempt()
+    assert not any(out.numpy().any() for out in call(bias=[None, None]))
+    plan = tdx.AllGatherMatmul(world, (4, 8), [(8, 2), (8, 2)], "float32", bias=True)
+    for bias in (None, [z(2, "f4"), None]):
+        with pytest.raises(InvalidArgument, match="with bias=True: pass one, or one for each of"):
+            plan(x, [y, y], bias=bias)
     rows = np.arange(4, dtype=np.float32).reshape(2, 2)
     for bias in (rows, list(rows), tuple(rows)):
         for i, out in enumerate(call(bias=bias)):

@@ -357,7 +357,7 @@ def case_something_else_than_a_handle(world):
         refused(world, r"expected the handle of a world or team, got int32.*`world.handle`")
         handle_kernel[(1,)](x, channel, VERB=verb)
         refused(world, r"expected the handle of a world or team, got a channel.*`world.handle`")
-        with pytest.raises(InvalidArgument, match=r"'world' is a World.*; pass its handle"):
+        with pytest.raises(InvalidArgument, match=r"'world' is of type World.*; pass its handle"):
             handle_kernel[(1,)](x, world, VERB=verb)
     for verb in ("barrier", "grid_barrier", "epoch"):
         channel_kernel[(1,)](x, x, world.handle, VERB=verb)

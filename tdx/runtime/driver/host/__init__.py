@@ -18,7 +18,7 @@ import triton
 
 from tdx import abi
 from tdx.runtime.config import config
-from tdx.runtime.driver.base import Bound, Described, DeviceInfo
+from tdx.runtime.driver.base import COPYING_IN, COPYING_OUT, Bound, Described, DeviceInfo
 from tdx.runtime.driver.host import interpreter
 from tdx.runtime.driver.host.addresses import Addresses
 from tdx.runtime.driver.host.bounds import Bounds
@@ -127,10 +127,14 @@ class HostDriver(HostMemory):
         self.device.enqueue(stream, lambda: Call(partial(_copy, dst, src, nbytes, keep)))
 
     def copy_in(self, dst: int, src: int, nbytes: int, stream: int, keep: Any = None) -> None:
+        self.device.refuse_recorded(COPYING_IN, stream)
         self.copy(dst, src, nbytes, stream, keep)
         self.device.synchronize_stream(stream)
 
-    copy_out = copy_in
+    def copy_out(self, dst: int, src: int, nbytes: int, stream: int, keep: Any = None) -> None:
+        self.device.refuse_recorded(COPYING_OUT, stream)
+        self.copy(dst, src, nbytes, stream, keep)
+        self.device.synchronize_stream(stream)
 
     def read(self, dst: int, src: int, nbytes: int) -> None:
         ctypes.memmove(dst, src, nbytes)
@@ -184,7 +188,7 @@ class HostDriver(HostMemory):
         return state.reached >= state.wanted
 
     def event_synchronize(self, event: int) -> None:
-        self.device.wait(lambda: self.event_query(event), lambda: False)
+        self.device.wait(lambda: self.event_query(event))
 
     def event_elapsed(self, start: int, end: int) -> float:
         first, last = self.device.events[start], self.device.events[end]

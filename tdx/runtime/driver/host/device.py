@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tdx.runtime.config import config
+from tdx.runtime.driver.base import WAITING, not_recorded
 from tdx.runtime.driver.host.tracebacks import users_part
 from tdx.runtime.errors import DriverError, InvalidArgument
 
@@ -238,11 +239,14 @@ class Device:
                 self.enqueue(recorded if own else stream, make)
 
     # ---- waiting
-    def wait(self, finished: Callable[[], bool], captured: Callable[[], bool]) -> None:
+    def refuse_recorded(self, what: str, handle: int) -> None:
+        """What waits for the device cannot be part of a graph."""
+        if self.capture is not None and handle in self.capture.streams:
+            raise not_recorded(what)
+
+    def wait(self, finished: Callable[[], bool]) -> None:
         """Block the calling thread until `finished`; raises the error of failed work."""
         with self.changed:
-            if captured():
-                raise InvalidArgument("a stream cannot be waited for while it is being captured")
             try:
                 while not finished() and self.error is None and not self._stopping:
                     self.changed.wait(1.0)
@@ -274,17 +278,16 @@ class Device:
         def finished() -> bool:
             return all(not stream.queue for stream in self.streams.values())
 
-        self.wait(finished, lambda: self.capture is not None)
+        if self.capture is not None:
+            raise not_recorded(WAITING)
+        self.wait(finished)
 
     def synchronize_stream(self, handle: int) -> None:
         stream = self.streams.get(handle)
         if stream is None:
             raise InvalidArgument(f"stream {handle} is not an open stream of the host tier")
-
-        def captured() -> bool:
-            return self.capture is not None and handle in self.capture.streams
-
-        self.wait(lambda: not stream.queue, captured)
+        self.refuse_recorded("waiting for a stream", handle)
+        self.wait(lambda: not stream.queue)
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error for the next synchronising call and drop all queued work."""

@@ -36,6 +36,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tdx import abi
+from tdx.runtime.checks import is_array
 from tdx.runtime.driver.host import logic
 from tdx.runtime.driver.host.addresses import HandleView
 from tdx.runtime.driver.host.bounds import address_of
@@ -43,7 +44,7 @@ from tdx.runtime.driver.host.builder import HostBuilder, HostReduceOps, HostScan
 from tdx.runtime.driver.host.device import Device
 from tdx.runtime.driver.host.kernel import PreparedKernel
 from tdx.runtime.driver.host.operators import shorten
-from tdx.runtime.driver.host.rewriting import LOGIC, Transformer
+from tdx.runtime.driver.host.rewriting import LOGIC, Transformer, refuse_globals
 from tdx.runtime.errors import Closed, InvalidArgument, Unsupported
 
 __all__ = ["HostTritonDriver", "prepare", "set_launcher", "take_over"]
@@ -125,6 +126,7 @@ class _Rewriter(interpreter.FunctionRewriter):
         # these were evaluated where the kernel was defined, and are taken from there
         definition.decorator_list, definition.returns = [], None
         _strip(definition.args)
+        refuse_globals(definition, raw)
         outer = ast.parse(f"def outer({', '.join(names)}):\n    return {definition.name}")
         outer.body[0].body.insert(0, definition)  # type: ignore[attr-defined]
         module = compile(ast.fix_missing_locations(outer), filename=self.filename, mode="exec")
@@ -311,13 +313,13 @@ def _convert(kernel: str, name: str, value: Any) -> Any:
     if isinstance(value, (JITFunction, tl.dtype)):
         return value
     hint = ""
-    if isinstance(value, np.ndarray):
+    if is_array(value):
         hint = "; make it a tdx array with world.array(x)"
     elif hasattr(value, "ranks"):
         hint = "; pass its handle"
     raise InvalidArgument(
-        f"{kernel}: argument {name!r} is a {type(value).__name__}, which is not a kernel"
-        f" argument{hint}"
+        f"{kernel}: argument {name!r} is of type {type(value).__name__}, which is not a"
+        f" kernel argument{hint}"
     )
 
 

@@ -181,9 +181,14 @@ class PreparedKernel:
         launched: str = "",
     ):
         if not 1 <= len(grid) <= 3 or any(not hasattr(n, "__index__") or n < 0 for n in grid):
+            fractions = any(isinstance(n, (float, np.floating)) for n in grid)
+            remedy = (
+                "divide by // or with triton.cdiv"
+                if fractions
+                else "give the number of programs along each axis, as in (4,) or (4, 2)"
+            )
             raise InvalidArgument(
-                f"{name}: the grid must be 1 to 3 integers >= 0, got {grid}: divide by // or with "
-                "triton.cdiv"
+                f"{name}: the grid must be 1 to 3 integers >= 0, got {grid}: {remedy}"
             )
         self.name = name
         self.function = function

@@ -16,7 +16,9 @@ from typing import Any
 
 import triton.language as tl
 
-__all__ = ["both", "called", "either", "iterator", "negated", "truth"]
+__all__ = [
+    "both", "called", "either", "iterator", "negated", "returned_in_loop", "truth", "used_global",
+]  # fmt: skip
 
 _NO_INTEGERS = "{}: the bounds and the step of a loop are scalar integers, got {}: divide by //"
 _REDUCED = {builtins.max: "builtin_max", builtins.min: "builtin_min"}
@@ -83,6 +85,24 @@ def iterator(name: str) -> Callable[..., range]:
         return range(start, end, step)
 
     return run
+
+
+def returned_in_loop() -> None:
+    """Refuse a `return` that is reached in a loop."""
+    raise TypeError(
+        "`return` inside a loop, which compilers refuse: let a `while` end by its condition, or "
+        "mask what later iterations do"
+    )
+
+
+def used_global(name: str, kind: str) -> None:
+    """Refuse what a kernel takes from outside."""
+    if kind == "function":
+        raise NameError(f"{name} is a plain function, which kernels cannot call: use @triton.jit")
+    raise NameError(
+        f"{name} is a global {kind}, which compilers refuse: write {name} = tl.constexpr(...), or "
+        "pass it as an argument"
+    )
 
 
 def _check_bounds(what: str, bounds: tuple[Any, ...]) -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import types
 from typing import Any
 
+import numpy as np
+from triton import knobs
 from triton.runtime import interpreter
 
-__all__ = ["LOGIC", "Transformer"]
+__all__ = ["LOGIC", "Transformer", "refuse_globals"]
 
 LOGIC = "_tdx_logic"  # the name of logic.py in a kernel's globals
 _CALLED = ("max", "min", "range")
+# what compiled kernels take from globals only as tl.constexpr, or as a function of Triton
+_PLAIN = (int, float, complex, str, list, tuple, dict, set, np.ndarray, np.generic,
+          types.FunctionType)  # fmt: skip
 
 
 class Transformer(interpreter.ASTTransformer):
@@ -18,6 +25,30 @@ class Transformer(interpreter.ASTTransformer):
 
     `assert` is `tl.device_assert`; for the rest see logic.py.
     """
+
+    _loops = 0  # around the node that is visited, without those that compilers unroll
+
+    def visit_For(self, node: ast.For) -> Any:
+        function = node.iter.func if isinstance(node.iter, ast.Call) else None
+        name = getattr(function, "attr", getattr(function, "id", ""))
+        return self._visit_loop(node, name != "static_range")
+
+    def visit_While(self, node: ast.While) -> Any:
+        return self._visit_loop(node, True)
+
+    def _visit_loop(self, node: ast.AST, counts: bool) -> Any:
+        self._loops += counts
+        try:
+            return self.generic_visit(node)
+        finally:
+            self._loops -= counts
+
+    def visit_Return(self, node: ast.Return) -> Any:
+        self.generic_visit(node)
+        if not self._loops:
+            return node
+        refusal = ast.Expr(_logic_call("returned_in_loop"))
+        return [ast.copy_location(refusal, node), node]
 
     def visit_Assert(self, node: ast.Assert) -> Any:
         self.generic_visit(node)
@@ -54,6 +85,41 @@ class Transformer(interpreter.ASTTransformer):
         if isinstance(node.func, ast.Name) and node.func.id in _CALLED and not node.keywords:
             return ast.copy_location(_logic_call("called", node.func, *node.args), node)
         return node
+
+
+class _Globals(ast.NodeTransformer):
+    """Puts a refusal in the place of names."""
+
+    def __init__(self, refused: dict[str, Any]):
+        self._refused = refused
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        if node.id not in self._refused or not isinstance(node.ctx, ast.Load):
+            return node
+        kind = type(self._refused[node.id]).__name__
+        refusal = _logic_call("used_global", ast.Constant(node.id), ast.Constant(kind))
+        return ast.copy_location(refusal, node)
+
+
+def refuse_globals(definition: ast.AST, function: types.FunctionType) -> None:
+    """Refuse, where they are used, the globals that a compiler would refuse the kernel."""
+    if knobs.compilation.allow_non_constexpr_globals:
+        return
+    code = function.__code__
+    known = {name: function.__globals__.get(name) for name in code.co_names}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # nothing is in it yet
+            known[name] = cell.cell_contents
+    local = {*code.co_varnames, *code.co_cellvars}
+    refused = {name: x for name, x in known.items() if name not in local and _is_plain(x)}
+    if refused:
+        _Globals(refused).visit(definition)
+
+
+def _is_plain(value: Any) -> bool:
+    builtin = getattr(value, "__triton_builtin__", False)
+    ours = getattr(value, "__module__", None) or ""
+    return isinstance(value, _PLAIN) and not builtin and not ours.startswith("triton.language")
 
 
 def _semantic_call(name: str, *args: ast.expr) -> ast.Call:
