@@ -147,7 +147,7 @@ class MatmulAllReduce(ReducedProduct):
             "one_shot": (size - 1) * count * partial,
             "two_shot": (size - 1) * count * (partial + result) / size,
         }
-        limits = constants(backend)
+        limits, given = constants(backend), algorithm
         if algorithm is None and splits(config):
             algorithm = "unfused"
         elif algorithm is None:
@@ -168,14 +168,15 @@ class MatmulAllReduce(ReducedProduct):
             return fused_tile(self, config, -(-self._rows // size), whole=True), algorithm
         if self.same_tile:
             check_fused(config, algorithm)
-            k = self._common_depth() if config is None else k
+            k = self._common_depth(given) if config is None else k
         tile = self.product.tile(config, self.world, self._rows, n, k, split=algorithm == "unfused")
         return tile, algorithm
 
-    def _common_depth(self) -> int:
+    def _common_depth(self, given: str | None) -> int:
         """K_local, ragged if it is on any rank: the rows and columns of a tile depend on that."""
         k, n = self.shape_b
-        call = f"{self.operation}(rows={self._rows}, columns={n}, one_kernel=True)"
+        a = (*self.shape_a[:-1], "K")
+        call = f"{self.operation}(a={a}, n={n}, given_algorithm={given})"
         return k if unanimous(self.group, call, k % 16 == 0) else k | 1
 
     def _is_short(self, owned: int) -> bool:

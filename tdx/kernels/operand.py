@@ -226,7 +226,7 @@ def check_operand(op: Operand, shape: tuple[int, ...], dtype: np.dtype, what: st
 
 def copy_of(what: str) -> str:
     """The remedy for an input that is a view with gaps."""
-    return f"pass a contiguous array: world.array({what}) makes a copy that is"
+    return f"pass a contiguous array: world.array({what}, symmetric=False) makes a copy that is"
 
 
 def check_array(

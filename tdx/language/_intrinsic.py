@@ -131,10 +131,10 @@ def multiple_of_16(value, _semantic=None):
 
 
 @intrinsic
-def check_signal(verb, ptr, value=0, peer=0, name="ptr", _semantic=None):
+def check_signal(verb, ptr, value=0, peer=0, name="ptr", when=True, _semantic=None):
     """Reject pointers to anything but 32-bit integers, and values and peers that are none.
 
-    `name` is what the function `verb` calls the pointer.
+    `name` is what the function `verb` calls the pointer; `when`: where the value counts.
     """
     verb, name = unwrap(verb), unwrap(name)
     _check_pointer(verb, name, ptr)
@@ -145,17 +145,19 @@ def check_signal(verb, ptr, value=0, peer=0, name="ptr", _semantic=None):
             f"{verb}: {name} must point to int32 or uint32 words, got a pointer to {element}{given}"
         )
     _check_integer(verb, "value", value)
-    _check_word(verb, value, _semantic)
+    _check_word(verb, value, unwrap(when), _semantic)
     _check_integer(verb, "peer", peer)
 
 
-def _check_word(verb: str, value: Any, semantic: Any) -> None:
+def _check_word(verb: str, value: Any, when: Any, semantic: Any) -> None:
     """Reject a value that 32 bits cannot hold, where it is known."""
     value = unwrap(value)
     if not isinstance(value, core.tensor):
         values = np.asarray([int(value)], object)
     elif semantic is None and value.dtype.primitive_bitwidth == 64:
-        values = value.handle.data
+        counts = when.handle.data if isinstance(when, core.tensor) else when
+        values, counts = np.broadcast_arrays(value.handle.data, np.asarray(counts, bool))
+        values = values[counts]
     else:
         return
     wrong = [int(x) for x in values.flat if not -(1 << 31) <= x < 1 << 32]

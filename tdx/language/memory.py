@@ -19,6 +19,7 @@ import triton.language as tl
 from tdx.language import amd, host, nvidia
 from tdx.language._intrinsic import (
     check_copy,
+    check_handle,
     check_signal,
     device_call,
     has_async_proxy,
@@ -39,6 +40,7 @@ def put(dst, src, numel, peer, world):
     later `notify` of this program (or a store that follows `fence`); `quiet` completes it.
     """
     check_copy("put", dst, src, numel, peer)
+    check_handle(world, "put")
     program_barrier()
     _copy(symm_at(dst, peer, world), src, numel)
     program_barrier()
@@ -52,6 +54,7 @@ def get(dst, src, numel, peer, world):
     earlier `wait` or `barrier` of this program ordered it.
     """
     check_copy("get", dst, src, numel, peer)
+    check_handle(world, "get")
     program_barrier()
     _copy(dst, symm_at(src, peer, world), numel)
     program_barrier()
@@ -65,7 +68,8 @@ def put_signal(dst, src, numel, signal, value, peer, world, op: tl.constexpr = _
     With `when` False the data is copied all the same, and the signal is not set.
     """
     check_copy("put_signal", dst, src, numel, peer)
-    check_signal("put_signal", signal, value, peer, "signal")
+    check_signal("put_signal", signal, value, peer, "signal", when)
+    check_handle(world, "put_signal")
     program_barrier()
     _copy(symm_at(dst, peer, world), src, numel)
     notify(signal, peer, world, value, op, when)
@@ -79,6 +83,7 @@ def broadcast(dst, src, numel, root, world):
     at a rank when that rank has seen a later signal of the root, most simply by `tdl.barrier`.
     """
     check_copy("broadcast", dst, src, numel, root, "root")
+    check_handle(world, "broadcast")
     if rank(world) == host.checked_root(root, world):
         program_barrier()
         for step in range(num_ranks(world)):

@@ -115,7 +115,8 @@ def notify(ptr, peer, world, value=1, op: tl.constexpr = _SET, when=True):
     Fault: nothing is sent while a fault stands.
     Replay safety: "set" with a value from `tdl.epoch`; "add" if the waiter's value counts all.
     """
-    check_signal("notify", ptr, value, peer)
+    check_signal("notify", ptr, value, peer, when=when)
+    check_handle(world, "notify")
     check_choice("notify: op", op, "set", "add")
     publish(symm_at(ptr, peer, world), value, op, when, world.control)
 

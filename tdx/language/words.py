@@ -16,6 +16,7 @@ from tdx.language import amd, host, nvidia
 from tdx.language._intrinsic import (
     as_tensor,
     bits,
+    check_handle,
     check_integers,
     check_pointers,
     device_call,
@@ -56,6 +57,7 @@ def store_ll(ptr, value, flag, peer, world, mask=True):
     """
     check_pointers("store_ll", ptr=ptr)
     check_integers("store_ll", flag=flag, peer=peer)
+    check_handle(world, "store_ll")
     target = symm_at(ptr, peer, world)
     tag = _int32(flag).to(tl.int64) << 32
     value = as_tensor(value)

@@ -189,7 +189,8 @@ class Array:
         if not self.is_contiguous:
             raise InvalidArgument(
                 f"{self._block.title} of shape {self.shape} and strides {self.strides} is "
-                "not contiguous and cannot be reshaped without a copy, as world.array(x) makes one"
+                "not contiguous and cannot be reshaped without a copy, as world.array(x, "
+                "symmetric=False) makes one"
             )
         new = complete_shape(self.size, wanted)
         return self._view(self._address, new, dlpack.row_major(new, self.itemsize), self.dtype)

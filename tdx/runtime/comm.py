@@ -165,7 +165,7 @@ def open_comm(comm: Any = None) -> Comm:
     """
     if comm is None:
         return _default_comm()
-    if "mpi4py.MPI" in sys.modules and isinstance(comm, _mpi_module().Comm):
+    if means_mpi(comm):
         return _split_mpi(comm)
     if isinstance(comm, type) or not isinstance(comm, Comm):
         raise InvalidArgument(
@@ -173,6 +173,13 @@ def open_comm(comm: Any = None) -> Comm:
             "Get_size() and allgather(bytes), or None"
         )
     return _split_other(comm)
+
+
+def means_mpi(comm: Any) -> bool:
+    """Whether `open_comm` would use MPI."""
+    if comm is None:
+        return "mpi4py.MPI" in sys.modules or announced_size() is not None
+    return "mpi4py.MPI" in sys.modules and isinstance(comm, _mpi_module().Comm)
 
 
 def close_comm(comm: Comm) -> None:

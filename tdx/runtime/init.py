@@ -15,7 +15,7 @@ from typing import Any
 from tdx.runtime import backends
 from tdx.runtime.checks import as_float, as_int
 from tdx.runtime.closing import close, disown
-from tdx.runtime.comm import Comm, close_comm, open_comm
+from tdx.runtime.comm import Comm, close_comm, means_mpi, open_comm
 from tdx.runtime.config import config
 from tdx.runtime.errors import Closed, DriverError, InvalidArgument, TdxError
 from tdx.runtime.exchange import Mesh
@@ -32,7 +32,7 @@ from tdx.runtime.world import World
 __all__ = ["current_world", "init", "no_world"]
 
 _open: World | None = None
-_forked = False  # whether this is a copy of a process that had a world, with its MPI and device
+_forked = False  # whether this is a copy of a process that had a world
 _POLICIES = ("raise", "abort")
 _LONGEST_TIMEOUT_S = 1e6  # epoll waits no longer than 2**31 milliseconds
 
@@ -77,13 +77,13 @@ def init(
     ------
     InvalidArgument
         A bad value; ranks that disagree; a world that is open already; a launcher of another MPI,
-        or of none; a forked copy of a process that has had a world.
+        or of none; MPI in a forked copy of a process that has had a world.
     Unsupported
         Several hosts, or a backend that is not there yet.
     DriverError, HeapExhausted
         The device or its memory.
     """
-    if _forked:
+    if _forked and means_mpi(comm):
         raise InvalidArgument(f"tdx.init: {no_world()}")
     with Notice(comm, timeout_s) as notice:
         notice.opened = communicator = open_comm(comm)
@@ -102,8 +102,8 @@ def no_world() -> str:
     """What to say to who needs one."""
     if _forked:
         return (
-            "this process was forked from a rank, whose MPI and device it cannot use; start it "
-            'anew instead: multiprocessing.get_context("spawn")'
+            "this process was forked from a rank, whose MPI it cannot use; start it anew instead: "
+            'multiprocessing.get_context("spawn")'
         )
     return "no world is open; call tdx.init() first"
 

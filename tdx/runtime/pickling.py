@@ -11,5 +11,6 @@ def refuse_pickling(thing: object) -> Any:
     """The `__reduce__` of a class whose objects hold memory, sockets or handles of a device."""
     raise TypeError(
         f"a tdx {type(thing).__name__} belongs to its process and cannot be pickled or copied: "
-        "each process makes its own, beginning with tdx.init; pass numbers and x.numpy() on"
+        "each process makes its own, beginning with tdx.init; pass numbers and x.numpy() on, and "
+        "to a kernel what it uses as an argument, not as a global"
     )

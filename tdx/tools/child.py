@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+import tdx
 
 __all__ = ["python_words"]
 
-# a file there may be called as a module of the standard library
-_FOLDER_LAST = "import os, sys; sys.path.append(os.getcwd())\n"
+_ROOT = str(Path(tdx.__file__).parents[1])
+_THIS_TDX = f"import sys; sys.path[:0] = [{_ROOT!r}] * ({_ROOT!r} not in sys.path)\n"
 
 
 def python_words(code: str, python: str = sys.executable) -> list[str]:
-    """A command that runs `code`; what the current folder has is found last."""
-    return [python, "-P", "-c", _FOLDER_LAST + code]
+    """A command that runs `code`, with this tdx.
+
+    Not what lies in the current folder, which may be called as a module of the standard library.
+    """
+    return [python, "-P", "-c", _THIS_TDX + code]

@@ -103,9 +103,10 @@ def _execute(flag: str, target: str, report: int) -> int:
     rank = os.getpid()
     try:
         if flag == "-m":
-            # first, as Python does; but tdx's own need no file of the current folder
-            own = target.partition(".")[0] == "tdx"
-            sys.path.insert(len(sys.path) if own else 0, os.getcwd())
+            own = target.partition(".")[0] == "tdx"  # uses no file of the current folder
+            folder = os.path.realpath(f"{__file__}/../../..") if own else os.getcwd()
+            if not own or folder not in sys.path:
+                sys.path.insert(0, folder)
             sys.argv.insert(0, target)
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:

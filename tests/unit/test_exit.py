@@ -41,3 +41,24 @@ def test_a_message_without_a_place_to_go(monkeypatch):
     for place in (None, open(os.devnull)):  # noqa: SIM115
         monkeypatch.setattr(sys, "stderr", place)
         faults._say("nobody reads this")
+
+
+OWN = """
+import os, tdx, numpy as np
+class Alone:
+    def Get_rank(self): return 0
+    def Get_size(self): return 1
+    def allgather(self, x): return [x]
+with tdx.init(Alone(), backend="host"):
+    pass
+if (pid := os.fork()) == 0:
+    with tdx.init(Alone(), backend="host") as world:
+        assert (tdx.all_reduce(world.array(np.ones(4))).numpy() == 1).all()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_forked_copy_has_a_world_without_mpi():
+    done = run_python(OWN)
+    assert done.stdout == "7\n", done.stdout + done.stderr

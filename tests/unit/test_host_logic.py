@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+from collections import namedtuple
+from enum import IntEnum
+from math import floor
+
 import numpy as np
 import pytest
 import triton
@@ -142,6 +147,8 @@ def test_loops_that_compilers_refuse(world, which, text):
 
 _LENGTH, _WIDTH = 3, tl.constexpr(8)
 _TABLE = np.arange(4)
+_Kind = IntEnum("_Kind", "FIRST")
+_Pair = namedtuple("_Pair", "left right")
 
 
 def _plain(x):
@@ -150,35 +157,70 @@ def _plain(x):
 
 @triton.jit
 def _globals(out, WHICH: tl.constexpr):
-    tl.store(out + tl.arange(0, _WIDTH), 1)
+    pair = _Pair(1, tl.cdiv(_WIDTH, 8))
+    tl.store(out + tl.arange(0, _WIDTH), pair.left)
     if WHICH == "number":
         tl.store(out, _LENGTH)
     elif WHICH == "array":
         tl.store(out, _TABLE[1])
-    elif WHICH == "function":
-        tl.store(out, _plain(2))
+    elif WHICH == "enum":
+        tl.store(out, _Kind.FIRST)
+
+
+@triton.jit
+def _functions(out, WHICH: tl.constexpr):
+    tl.store(out, floor(2.0) if WHICH == "built in" else _plain(2))
 
 
 @pytest.mark.parametrize(
-    ("which", "text"),
+    ("kernel", "which", "text"),
     [
-        ("number", r"_LENGTH is a global int, .*: write _LENGTH = tl\.constexpr"),
-        ("array", "_TABLE is a global ndarray"),
-        ("function", "_plain is a plain function, .*: use @triton.jit"),
+        (_globals, "number", r"_LENGTH is a global int, .*: write _LENGTH = tl\.constexpr"),
+        (_globals, "array", "_TABLE is a global ndarray"),
+        (_globals, "enum", "_Kind is a plain function or class"),
+        (_functions, "", "_plain is a plain function .*: use @triton.jit"),
+        (_functions, "built in", "floor is a plain function"),
     ],
 )
-def test_globals_that_compilers_refuse(world, which, text):
+def test_globals_that_compilers_refuse(world, kernel, which, text):
     out = world.zeros(8, "int32", symmetric=False)
-    _globals[(1,)](out, which)
+    kernel[(1,)](out, which)
     with pytest.raises(DriverError, match=rf"NameError: {text}.*test_host_logic\.py:\d+: tl\.st"):
         world.synchronize()
 
 
 def test_globals_that_compilers_take(world):
-    """Also those in a branch that they do not see."""
+    """Also others in a branch that they do not see."""
     out = world.zeros(8, "int32", symmetric=False)
     _globals[(1,)](out, "none")
     assert (out.numpy() == 1).all()
+
+
+def test_a_global_is_mended(world, monkeypatch):
+    """As one does at a prompt."""
+    out = world.zeros(8, "int32", symmetric=False)
+    _globals[(1,)](out, "number")
+    with pytest.raises(DriverError, match="_LENGTH is a global int"):
+        world.synchronize()
+    monkeypatch.setitem(globals(), "_LENGTH", tl.constexpr(3))
+    _globals[(1,)](out, "number")
+    assert out.numpy().tolist() == [3, *[1] * 7]
+
+
+def test_names_that_are_imported_late(world, tmp_path, monkeypatch):
+    """Triton's functions are the interpreter's by then."""
+    (tmp_path / "late_kernel.py").write_text(
+        "import triton\n"
+        "from triton.language import arange, load, static_range, store, sum\n"
+        "@triton.jit\n"
+        "def late(out):\n"
+        "    for i in static_range(2):\n"
+        "        store(out + arange(0, 4) + 4 * i, sum(load(out + arange(0, 4)), 0) + 1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    out = world.zeros(8, "int32", symmetric=False)
+    importlib.import_module("late_kernel").late[(1,)](out)
+    assert out.numpy().tolist() == [1] * 4 + [5] * 4
 
 
 def test_a_captured_number(world):

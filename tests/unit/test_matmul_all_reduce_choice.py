@@ -16,7 +16,10 @@ def chosen(monkeypatch):
     """As on H100s, where all ranks have the same K."""
     monkeypatch.setattr(matmul_all_reduce, "unanimous", lambda group, call, own: own)
 
-    def choose(ranks, m, n, k, backend="cuda", cublas=True, dtype="bfloat16", **given):
+    def choose(
+        ranks, m, n, k, backend="cuda", cublas=True, dtype="bfloat16", algorithm=None, **given
+    ):
+        """The algorithm, or the tile of the one that is given."""
         plan = matmul_all_reduce.MatmulAllReduce.__new__(matmul_all_reduce.MatmulAllReduce)
         plan.world = SimpleNamespace(
             backend=backend, driver=SimpleNamespace(resident_blocks=lambda: 132),
@@ -27,7 +30,7 @@ def chosen(monkeypatch):
         plan.dtype, plan.partial_dtype = plan.product.dtype, plan.product.out_dtype
         plan.shape_a, plan.shape_b = (m, k), (k, n)
         plan.pinned, plan.has_library = None, lambda: cublas
-        return plan._choose(None, None)[1]
+        return plan._choose(None, algorithm)[algorithm is None]
 
     return choose
 
@@ -68,6 +71,18 @@ def test_ranks_vote_whether_products_are_short(chosen, monkeypatch):
     )
     assert chosen(4, 16384, 4096, 1024) == "copy_engine"
     assert votes == [True]
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_tiles_of_one_kernel_are_ragged_on_all_ranks_or_none(chosen, monkeypatch, others):
+    """Ranks meet tile by tile: rows and columns of a tile depend on no rank's own K."""
+    monkeypatch.setattr(
+        matmul_all_reduce, "unanimous",
+        lambda group, call, own: own and (others or "given_algorithm=two_shot" not in call),
+    )  # fmt: skip
+    wide, ragged = (chosen(4, 2048, 4096, k, algorithm="two_shot") for k in (1024, 1025))
+    tiles = [(tile.block_m, tile.block_n, tile.group_m) for tile in (wide, ragged)]
+    assert (tiles[0] == tiles[1]) == (not others)
 
 
 def test_host_tier_counts_what_is_sent(chosen):

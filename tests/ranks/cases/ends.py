@@ -84,7 +84,7 @@ def case_a_recording_that_cannot_end(world, backend):
 
 
 @worlds(1, 2)
-def case_a_forked_copy(world, backend):
+def case_a_forked_copy(world, comm):
     """It has no device: what it calls is refused, and its end leaves the rank alone."""
     x, plan = world.array(np.arange(4)), tdx.AllReduce(world, 4, "int64")
     plan(x)
@@ -98,7 +98,7 @@ def case_a_forked_copy(world, backend):
                 with pytest.raises(Closed, match="forked from"):
                     call()
             with pytest.raises(InvalidArgument, match=r"tdx\.init: .* forked from"):
-                tdx.init()
+                tdx.init(comm)
             world.close()
             del x, plan
             gc.collect()

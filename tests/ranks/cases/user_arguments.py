@@ -59,6 +59,10 @@ def call_kernel(x, words, signal, n, world, VERB: tl.constexpr):
         tdl.notify(signal, me, world, tl.arange(0, 2).to(tl.int64) - (1 << 31) - 1)
     elif VERB == "handle, peer":
         tdl.symm_at(x, world, me)
+    elif VERB == "handle of notify":
+        tdl.notify(signal, me, n, 1)
+    elif VERB == "handle of put":
+        tdl.put(x + 32, x, 8, me, n)
     elif VERB == "world, channel":
         tdl.barrier(world, signal)
     elif VERB == "missing":
@@ -94,6 +98,8 @@ def call_kernel(x, words, signal, n, world, VERB: tl.constexpr):
         ("large, found out", "notify: value -2147483649 does not fit a signal"),
         ("handle, peer", r"expected the handle of a world or team, got .*; the order of the "
          r"arguments is symm_at\(ptr, peer, world\)"),
+        ("handle of notify", r"expected the handle .*, got fp32: .* is notify\(ptr, peer, world, "),
+        ("handle of put", r"expected the handle .*, got fp32: .* is put\(dst, src, numel, peer, "),
         ("world, channel", r"expected a channel, got the handle .* is barrier\(channel, world\)"),
         ("missing", r"put\(\) missing 1 required positional argument: 'world'"),
     ],
@@ -121,10 +127,11 @@ def case_integers_of_any_kind(world):
 @triton.jit
 def kinds_kernel(x, signal, n, large, yes, world):
     me = tdl.rank(world)
-    lanes = tl.arange(0, 2)
+    lanes = tl.arange(0, 4)
     tdl.put(x + 32, x, n, (me + large - large).to(tl.int64), world)
     tdl.put_signal(x + 16, x, tl.full((), 4, tl.uint32), signal, n, me, world)
     tdl.notify(signal + 2, me, world, yes)
     tdl.notify(signal + 3, me, world, 5)
-    tdl.notify(signal + 4 + lanes, lanes * 0 + me, world, 7)
+    values = tl.where(lanes < 2, 7, 1 << 40)
+    tdl.notify(signal + 4 + lanes, lanes * 0 + me, world, values, when=lanes < 2)
     tdl.wait(signal, world, n)

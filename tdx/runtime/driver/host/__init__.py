@@ -128,11 +128,13 @@ class HostDriver(HostMemory):
 
     def copy_in(self, dst: int, src: int, nbytes: int, stream: int, keep: Any = None) -> None:
         self.device.refuse_recorded(COPYING_IN, stream)
-        self.copy(dst, src, nbytes, stream, keep)
-        self.device.synchronize_stream(stream)
+        self._copy_now(dst, src, nbytes, stream, keep)
 
     def copy_out(self, dst: int, src: int, nbytes: int, stream: int, keep: Any = None) -> None:
         self.device.refuse_recorded(COPYING_OUT, stream)
+        self._copy_now(dst, src, nbytes, stream, keep)
+
+    def _copy_now(self, dst: int, src: int, nbytes: int, stream: int, keep: Any) -> None:
         self.copy(dst, src, nbytes, stream, keep)
         self.device.synchronize_stream(stream)
 

@@ -241,7 +241,8 @@ class Device:
     # ---- waiting
     def refuse_recorded(self, what: str, handle: int) -> None:
         """What waits for the device cannot be part of a graph."""
-        if self.capture is not None and handle in self.capture.streams:
+        graph = self.capture
+        if graph is not None and handle in graph.streams:
             raise not_recorded(what)
 
     def wait(self, finished: Callable[[], bool]) -> None:

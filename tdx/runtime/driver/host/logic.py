@@ -11,16 +11,24 @@ from __future__ import annotations
 
 import builtins
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 
 __all__ = [
-    "both", "called", "either", "iterator", "negated", "returned_in_loop", "truth", "used_global",
+    "both", "called", "either", "is_plain", "iterator", "negated", "returned_in_loop", "truth",
+    "used_global",
 ]  # fmt: skip
 
 _NO_INTEGERS = "{}: the bounds and the step of a loop are scalar integers, got {}: divide by //"
+# of these compilers take as globals only those of Triton
+_PLAIN = (
+    int, float, complex, str, list, tuple, dict, set, np.ndarray, np.generic, type,
+    types.FunctionType, types.BuiltinFunctionType,
+)  # fmt: skip
 _REDUCED = {builtins.max: "builtin_max", builtins.min: "builtin_min"}
 
 
@@ -95,13 +103,27 @@ def returned_in_loop() -> None:
     )
 
 
-def used_global(name: str, kind: str) -> None:
-    """Refuse what a kernel takes from outside."""
-    if kind == "function":
-        raise NameError(f"{name} is a plain function, which kernels cannot call: use @triton.jit")
+def is_plain(value: Any) -> bool:
+    """Whether compilers refuse kernels this as a global: it is neither constexpr nor of Triton."""
+    if not isinstance(value, _PLAIN):
+        return False
+    home = getattr(value, "__module__", None) or ""
+    marked = any(hasattr(value, f"__triton_{mark}__") for mark in ("builtin", "aggregate"))
+    named_tuple = isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields")
+    return not (marked or named_tuple or home.startswith(("triton.", "tdx.")))
+
+
+def used_global(name: str, value: Any) -> Any:
+    """`value`, which a kernel takes from outside, unless compilers refuse it."""
+    if not is_plain(value):
+        return value
+    if callable(value):
+        raise NameError(
+            f"{name} is a plain function or class, of which compilers take none: use @triton.jit"
+        )
     raise NameError(
-        f"{name} is a global {kind}, which compilers refuse: write {name} = tl.constexpr(...), or "
-        "pass it as an argument"
+        f"{name} is a global {type(value).__name__}, which compilers refuse: write {name} = "
+        "tl.constexpr(...), or pass it as an argument"
     )
 
 

@@ -7,17 +7,15 @@ import contextlib
 import types
 from typing import Any
 
-import numpy as np
 from triton import knobs
 from triton.runtime import interpreter
+
+from tdx.runtime.driver.host import logic
 
 __all__ = ["LOGIC", "Transformer", "refuse_globals"]
 
 LOGIC = "_tdx_logic"  # the name of logic.py in a kernel's globals
 _CALLED = ("max", "min", "range")
-# what compiled kernels take from globals only as tl.constexpr, or as a function of Triton
-_PLAIN = (int, float, complex, str, list, tuple, dict, set, np.ndarray, np.generic,
-          types.FunctionType)  # fmt: skip
 
 
 class Transformer(interpreter.ASTTransformer):
@@ -88,17 +86,15 @@ class Transformer(interpreter.ASTTransformer):
 
 
 class _Globals(ast.NodeTransformer):
-    """Puts a refusal in the place of names."""
+    """Has the values of some names looked at where they are used."""
 
-    def __init__(self, refused: dict[str, Any]):
-        self._refused = refused
+    def __init__(self, names: set[str]):
+        self._names = names
 
     def visit_Name(self, node: ast.Name) -> Any:
-        if node.id not in self._refused or not isinstance(node.ctx, ast.Load):
+        if node.id not in self._names or not isinstance(node.ctx, ast.Load):
             return node
-        kind = type(self._refused[node.id]).__name__
-        refusal = _logic_call("used_global", ast.Constant(node.id), ast.Constant(kind))
-        return ast.copy_location(refusal, node)
+        return ast.copy_location(_logic_call("used_global", ast.Constant(node.id), node), node)
 
 
 def refuse_globals(definition: ast.AST, function: types.FunctionType) -> None:
@@ -111,15 +107,9 @@ def refuse_globals(definition: ast.AST, function: types.FunctionType) -> None:
         with contextlib.suppress(ValueError):  # nothing is in it yet
             known[name] = cell.cell_contents
     local = {*code.co_varnames, *code.co_cellvars}
-    refused = {name: x for name, x in known.items() if name not in local and _is_plain(x)}
-    if refused:
-        _Globals(refused).visit(definition)
-
-
-def _is_plain(value: Any) -> bool:
-    builtin = getattr(value, "__triton_builtin__", False)
-    ours = getattr(value, "__module__", None) or ""
-    return isinstance(value, _PLAIN) and not builtin and not ours.startswith("triton.language")
+    names = {name for name, x in known.items() if name not in local and logic.is_plain(x)}
+    if names:
+        _Globals(names).visit(definition)
 
 
 def _semantic_call(name: str, *args: ast.expr) -> ast.Call:
