@@ -181,6 +181,17 @@ def open_fds() -> dict[int, str]:
     return fds
 
 
+def new_fds(before: dict[int, str]) -> dict[int, str]:
+    """Descriptors that are open now and were not `before`; waits until the servers have gone.
+
+    Those of earlier tests may have been there then, and go meanwhile.
+    """
+    end = time.monotonic() + 5
+    while (more := dict(open_fds().items() - before.items())) and time.monotonic() < end:
+        time.sleep(0.01)
+    return more
+
+
 def _result(process: Any, reader: Any, end: float) -> Any:
     result: Any = None
     got = False

@@ -16,7 +16,7 @@ import pytest
 from tdx.runtime import exchange, unix_sockets
 from tdx.runtime.errors import PeerTimeout, TdxError, Unsupported
 from tdx.runtime.exchange import Mesh
-from tests.helpers.fake_comm import open_fds, results_of, run_processes, run_threads
+from tests.helpers.fake_comm import new_fds, open_fds, results_of, run_processes, run_threads
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,16 +43,6 @@ def test_all_are_connected(run, size):
     expected = [[b"%d to %d" % (p, r) for p in range(size) if p != r] for r in range(size)]
     assert results == expected
     assert not new_fds(before)
-
-
-def new_fds(before: dict[int, str]) -> dict[int, str]:
-    """Descriptors that are open now and were not; waits for the helper's server to go."""
-    end = time.monotonic() + 2
-    while (more := {k: v for k, v in open_fds().items() if k not in before}) and (
-        time.monotonic() < end
-    ):
-        time.sleep(0.01)
-    return more
 
 
 def test_path_sockets_where_abstract_ones_do_not_reach(monkeypatch, tmp_path):
