@@ -93,9 +93,9 @@ class AllGatherMatmul(Plan):
     allow_tf32, fast_accum : bool
         Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
         tdx.matmul.
-    library : bool, optional
-        Whether cuBLAS multiplies, beside "fused" or behind "unfused"; the same on every rank. See
-        tdx.matmul.
+    library, tune : bool, optional
+        Whether cuBLAS multiplies, beside "fused" or behind "unfused", the same on every rank: see
+        tdx.matmul. Whether plans compare its algorithms for large products; default: True.
     row_scales : bool
         Of float8: whether calls pass a scale for each row of a, or one. Default: False.
     config : tdx.kernels.matmul.Config, optional

@@ -221,6 +221,7 @@ class _Prepared:
         self.product = Product.make(
             world, x.dtype, bias=bias, activation=activation, out_dtype=out_dtype,
             allow_tf32=allow_tf32, fast_accum=fast_accum, library=library,
+            tune=False,  # a shape may not come again
         )  # fmt: skip
         self.product.check(x, y, k, n)
         check_library(world, self.product, config)

@@ -124,9 +124,10 @@ class MatmulAllReduce(ReducedProduct):
     allow_tf32, fast_accum : bool
         Round float32 inputs to tf32; sum float8 products less precisely. Default: False. See
         tdx.matmul.
-    library : bool, optional
-        Whether cuBLAS multiplies, beside "copy_engine", or before "unfused"; the same on every
-        rank. See tdx.matmul.
+    library, tune : bool, optional
+        Whether cuBLAS multiplies, beside "copy_engine", or before "unfused", the same on every
+        rank: see tdx.matmul. Whether plans compare its algorithms for large products; default:
+        True.
 
     `out` of a call must not overlap a or b.
 

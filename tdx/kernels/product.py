@@ -61,6 +61,8 @@ class Product:
         Whether inputs have scales: those of float8.
     library : bool or None
         Whether cuBLAS multiplies; None: where it is faster. See library_product.py.
+    tune : bool
+        Whether its algorithms are compared. See library_product.py.
     """
 
     dtype: np.dtype
@@ -70,12 +72,13 @@ class Product:
     precision: str
     scaled: bool
     library: bool | None = None
+    tune: bool = False
 
     @classmethod
     def make(
         cls, world: World, dtype: Any, *, bias: bool = False, activation: str | None = None,
         out_dtype: Any = None, allow_tf32: bool = False, fast_accum: bool = False,
-        library: bool | None = None,
+        library: bool | None = None, tune: bool = True,
     ) -> Product:  # fmt: skip
         """Check the options of a product of `dtype` inputs."""
         dtype, arch = dtypes.resolve(dtype), world.device.arch
@@ -99,7 +102,9 @@ class Product:
         if library is not None and not isinstance(library, (bool, np.bool_)):
             raise InvalidArgument(f"library={library!r} must be True, False or None")
         library = None if library is None else bool(library)
-        return cls(dtype, out, bias, activation, precision, scaled, library)
+        if not isinstance(tune, (bool, np.bool_)):
+            raise InvalidArgument(f"tune={tune!r} must be True or False")
+        return cls(dtype, out, bias, activation, precision, scaled, library, bool(tune))
 
     @property
     def scale_dtype(self) -> np.dtype:

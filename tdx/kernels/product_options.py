@@ -61,6 +61,7 @@ class ProductOptions:
             "allow_tf32": self.allow_tf32,
             "fast_accum": self.fast_accum,
             "library": self.library,
+            "tune": False,  # a shape may not come again
             "config": self.config,
             "algorithm": self.algorithm,
         }

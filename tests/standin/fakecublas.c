@@ -3,6 +3,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef struct {
     int compute, scale, turned[2], epilogue, bias_type, mode[2];
@@ -32,6 +33,9 @@ typedef struct {  // of a call, in rows as its caller sees them
 static char *const handle = (char *)0x7f0087654321;
 int fakecublas_version = 130100;
 int fakecublas_status, fakecublas_refuses, fakecublas_live, fakecublas_handles, fakecublas_count;
+// Algorithms it names, whose third (and each third one) splits K; the fast one, others sleep; one
+// that it refuses; the one of the last call.
+int fakecublas_named = 1, fakecublas_fast = -1, fakecublas_refused = -1, fakecublas_last = -1;
 Entry fakecublas_log[256];
 
 static void *make(size_t bytes) {
@@ -109,12 +113,21 @@ static int check(const Product *x, const Layout *a, const Layout *b, const Layou
 int cublasLtMatmulAlgoGetHeuristic(void *h, Product *x, Layout *a, Layout *b, Layout *c, Layout *d,
                                    Preference *wanted, int most, Found *found, int *count) {
     if (fakecublas_refuses) return *count = 0, 0;
-    if (h != handle || most != 1 || c != d || wanted->reductions != 2) return 7;
+    if (h != handle || most < 1 || c != d || wanted->reductions != 2) return 7;
     for (int i = 0; i < 4; i++)
         if (wanted->alignment[i] != 16) return 7;
-    *found = (Found){.workspace = wanted->workspace < 4096 ? 0 : 4096, .algorithm = {11, 22}};
-    *count = 1;
+    size_t workspace = wanted->workspace < 4096 ? 0 : 4096;
+    *count = most < fakecublas_named ? most : fakecublas_named;
+    for (int i = 0; i < *count; i++) found[i] = (Found){.workspace = workspace, .algorithm = {11, 22, i}};
     return check(x, a, b, d);
+}
+
+int cublasLtMatmulAlgoConfigGetAttribute(const uint64_t *algorithm, int which, void *to, size_t size,
+                                         size_t *written) {
+    if ((which != 0 && which != 2) || size != 4 || algorithm[0] != 11) return 7;
+    uint32_t value = which ? 1 + (algorithm[2] % 3 == 2) : 66;
+    memcpy(to, &value, 4);
+    return *written = 4, 0;
 }
 
 int cublasLtMatmul(void *h, Product *x, const float *alpha, const float *a, Layout *la,
@@ -123,6 +136,9 @@ int cublasLtMatmul(void *h, Product *x, const float *alpha, const float *a, Layo
                    void *stream) {
     if (fakecublas_status) return fakecublas_status;
     if (h != handle || algorithm[0] != 11 || algorithm[1] != 22 || *alpha != 1 || *beta != 0) return 7;
+    if (algorithm[2] == (uint64_t)fakecublas_refused) return 15;
+    fakecublas_last = algorithm[2];
+    if (fakecublas_fast >= 0 && fakecublas_last != fakecublas_fast) usleep(500);
     if (c != d || lc != ld || bytes != 4096 || !workspace || check(x, la, lb, ld)) return 7;
     if (((uintptr_t)a | (uintptr_t)b | (uintptr_t)d) % 16) return 7;
     for (int i = 0; i < 2; i++)

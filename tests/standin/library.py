@@ -113,6 +113,58 @@ def when_cublas_is_chosen(rank: Rank) -> None:
 
 
 @scenario(1)
+def algorithms_that_plans_compare(rank: Rank) -> None:
+    """The fastest of those with the same bits, for products that are large."""
+    import tdx
+
+    library = Library()
+    world = rank.init()
+    library["named"] = 6  # of which the third and the sixth split K
+    x, y = (world.zeros(s, "bfloat16", symmetric=False) for s in ((2048, 1024), (1024, 2048)))
+    part = x[:1024]
+
+    def algorithm_of(a: Any = x, **options: Any) -> int:
+        plan = tdx.AllGatherMatmul(world, a.shape, y.shape, a.dtype, library=True, **options)
+        library["last"] = -1
+        plan(a, y)
+        return library["last"]
+
+    for fast, wanted in ((4, 4), (0, 0), (2, 0), (1, 1)):
+        library["fast"] = fast
+        assert algorithm_of() == wanted
+    assert algorithm_of(part) == algorithm_of(tune=False) == 0
+    tdx.all_gather_matmul(x, y, library=True)
+    assert library["last"] == 0
+    tdx.matmul(x, y, library=True)
+    assert library["last"] == 0
+    library["refused"] = 1  # it names one that it does not run
+    assert algorithm_of() == 0
+    library["refused"] = 3
+    library["fast"] = 1
+    assert algorithm_of() == 1
+    across = world.zeros((2048, 1024), "bfloat16", symmetric=False).T
+    plan = tdx.AllGatherMatmul(world, x.shape, y.shape, x.dtype, library=True)
+    with tdx.graph(world):  # which may not wait for the device
+        plan(x, across)
+    assert library["last"] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        whole = world.empty
+
+        def short(shape: Any, dtype: Any, *others: Any, **options: Any) -> Any:
+            if dtype == "int8" and shape > (1 << 20,):
+                raise tdx.errors.HeapExhausted("no memory")
+            return whole(shape, dtype, *others, **options)
+
+        patch.setattr(world, "empty", short)
+        assert algorithm_of() == 0
+    with pytest.raises(tdx.errors.InvalidArgument, match="tune=3 must be True or False"):
+        algorithm_of(tune=3)
+    library["named"], library["fast"], library["refused"] = 1, -1, -1
+    library["count"] = 0
+    world.close()
+
+
+@scenario(1)
 def a_cublas_that_fails(rank: Rank) -> None:
     """Its errors name the call; one that does not start is told, and no product is wrong."""
     import tdx

@@ -97,6 +97,26 @@ def test_what_it_does_not_take(cublas):
     assert variable(cublas, "live").value == 0
 
 
+def test_alternatives(cublas):
+    """Those that split K as the first one does, of types of which bits are known to be the same."""
+    variable(cublas, "named").value = 7
+    given = (16, 32, 48, "float8_e4m3fn", "bfloat16", (48, 1, 1, 48), None, "one")
+    for layout, wanted in [
+        (Layout(16, 32, 48, "bfloat16", "bfloat16", (48, 1, 32, 1)), [0, 1, 3, 4]),
+        (Layout(*given), [0]), (Layout(4, 4, 4, "float32", "float32", (4, 1, 4, 1)), [0]),
+    ]:  # fmt: skip
+        gemm = Gemm(cublas, layout)
+        found = gemm.alternatives(6)
+        assert [one.algorithm.data[2] for one in found] == wanted
+        for one in (found[-1], found[0]):
+            gemm.take(one)
+            if layout.dtype != "float32":  # of which it reads the operands
+                gemm(STREAM, 16, 32, 48, 0, 16, 16, 64)
+                assert variable(cublas, "last").value == one.algorithm.data[2]
+        gemm.take(found[-1])
+        assert gemm.alternatives(6)[0] is found[-1]
+
+
 def test_errors_have_number_and_name(cublas):
     gemm = Gemm(cublas, Layout(4, 4, 4, "float32", "float32", (4, 1, 4, 1)))
     status = variable(cublas, "status")

@@ -27,6 +27,8 @@ _WITH_BIAS = 4  # cublasLtEpilogue_t
 _EACH = 3  # cublasLtMatmulMatrixScale_t: a scale for each row of A and column of B
 _EACH_SINCE = 120900  # the release that has them
 _SUM_IN_FLOAT32 = 2  # cublasLtReductionScheme_t, of parts of K
+_NUMBER, _PARTS_OF_K = 0, 2  # cublasLtMatmulAlgoConfigAttributes_t
+_SAME_BITS = ("float16", "bfloat16")  # whose sums do not depend on the tile
 # cublasLtMatmulDescAttributes_t
 _TRANS_A, _TRANS_B, _EPILOGUE, _BIAS = 3, 4, 7, 8
 _SCALE_A, _SCALE_B, _FAST_ACCUM, _BIAS_TYPE, _MODE_A, _MODE_B = 17, 18, 25, 26, 31, 32
@@ -67,6 +69,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cublasLtMatmulPreferenceDestroy": (_POINTER,),
     "cublasLtMatmulPreferenceSetAttribute": (_POINTER, _INT, _POINTER, _SIZE),
     "cublasLtMatmulAlgoGetHeuristic": (_POINTER,) * 7 + (_INT, _POINTER, _POINTER),
+    "cublasLtMatmulAlgoConfigGetAttribute": (_POINTER, _INT, _POINTER, _SIZE, _POINTER),
     "cublasLtMatmul": (_POINTER,) * 14 + (_SIZE, _POINTER),
 }  # fmt: skip
 
@@ -217,11 +220,8 @@ class Gemm:
         weakref.finalize(self, _destroy, cublas, self._things).atexit = False
         self._one, self._zero = (ctypes.byref(ctypes.c_float(x)) for x in (1.0, 0.0))
         self._describe()
-        found = self._choose()
-        self._algorithm, self.workspace = (
-            ctypes.byref(found, _Found.algorithm.offset),
-            found.workspace,
-        )
+        self._prefer()
+        self.take(self._ask(1)[0])
 
     def __call__(
         self, stream: int, a: int, b: int, c: int, bias: int, scale_a: int, scale_b: int,
@@ -274,24 +274,55 @@ class Gemm:
             self._set(_MODE_B, ctypes.c_int(_EACH))
         self._point(*(ALIGNMENT,) * 3)  # where they are matters to the choice
 
-    def _choose(self) -> _Found:
-        """The algorithm that cuBLAS thinks the fastest."""
-        cublas, found, count = self._cublas, _Found(), ctypes.c_int()
-        preference = self._make("MatmulPreference")
+    def _prefer(self) -> None:
+        self._preference = self._make("MatmulPreference")
         wanted: list[tuple[int, Any]] = [(_MOST_WORKSPACE, ctypes.c_uint64(_WORKSPACE))]
         wanted += [(_REDUCTIONS, ctypes.c_uint32(_SUM_IN_FLOAT32))]
         wanted += [(which, ctypes.c_uint32(ALIGNMENT)) for which in _ALIGNMENTS]
         for which, value in wanted:
-            cublas.set("MatmulPreference", preference, which, value)
+            self._cublas.set("MatmulPreference", self._preference, which, value)
+
+    def _ask(self, most: int) -> list[_Found]:
+        """Up to so many algorithms, the one that cuBLAS thinks the fastest first."""
+        cublas, found, count = self._cublas, (_Found * most)(), ctypes.c_int()
         number = cublas.library.cublasLtMatmulAlgoGetHeuristic(
-            cublas.handle, self._product, self._left, self._right, self._out, self._out, preference,
-            1, ctypes.byref(found), ctypes.byref(count),
+            cublas.handle, self._product, self._left, self._right, self._out, self._out,
+            self._preference, most, found, ctypes.byref(count),
         )  # fmt: skip
-        if number in _REFUSALS or not (number or count.value) or found.state:
+        usable = [one for one in found[: count.value] if not one.state]
+        if number in _REFUSALS or not (number or usable):
             raise Unfit(f"{cublas.name} has no algorithm for {self._layout}")
         if number:
             raise cublas.error("cublasLtMatmulAlgoGetHeuristic", number)
-        return found
+        return usable
+
+    def alternatives(self, most: int) -> list[_Found]:
+        """The algorithm that it takes, then others of the first `most` that give the same bits.
+
+        They split K into as many parts, and differ in tiles: on an H200 with cuBLAS 13.1 each of
+        some 1400 algorithms for 210 layouts had the bits of the first one then, and none otherwise.
+        """
+        if self._layout.dtype not in _SAME_BITS:
+            return [self._taken]
+        wanted, known = self._kind(self._taken), [*self._taken.algorithm.data]
+        others = [one for one in self._ask(most) if [*one.algorithm.data] != known]
+        return [self._taken, *(one for one in others if self._kind(one) == wanted)]
+
+    def _kind(self, found: _Found) -> tuple[int, ...]:
+        values = []
+        for which in (_NUMBER, _PARTS_OF_K):
+            value, size = ctypes.c_uint32(), ctypes.c_size_t()
+            at = ctypes.byref(found, _Found.algorithm.offset)
+            parts = (ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(size))
+            self._cublas.call("cublasLtMatmulAlgoConfigGetAttribute", at, which, *parts)
+            values.append(value.value)
+        return tuple(values)
+
+    def take(self, found: _Found) -> None:
+        """Multiply by this algorithm, one of its alternatives, from now on."""
+        self._taken = found
+        self._algorithm = ctypes.byref(found, _Found.algorithm.offset)
+        self.workspace = found.workspace
 
     def _make(self, what: str, *args: Any) -> ctypes.c_void_p:
         thing = ctypes.c_void_p()

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import tdx
-from tdx.kernels.library_product import may_multiply
+from tdx.kernels.library_product import may_multiply, start_library
 from tdx.kernels.matmul import Config
 from tdx.kernels.product import Product
+from tdx.runtime.driver.cublas import Gemm, Layout
 from tdx.runtime.errors import CollectiveMismatch, InvalidArgument, Unsupported
 from tests.helpers.blocks import copy_engines, many_blocks
 from tests.helpers.cases import host_only, isolated, limit, skip, worlds
@@ -61,6 +62,47 @@ def case_values(world, dtype):
         first = tdx.matmul(x, y, library=True)
         with world.on(world.new_stream()):
             assert_same_bits(tdx.matmul(x, y, library=True).numpy(), first.numpy())
+
+
+@pytest.mark.gpu
+@worlds(1)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def case_algorithms_that_are_compared_give_the_same_bits(world, dtype):
+    """Whatever their tiles; and so do plans that compare them and others."""
+    needs_library(world)
+    many = 0
+    for m, n, k, turn in [
+        (16, 4608, 16384, False), (64, 3584, 8192, True), (300, 264, 520, False),
+        (512, 2304, 4096, True), (512, 2304, 4096, False), (2048, 1792, 1024, True),
+    ]:  # fmt: skip
+        a, b = values(0, (m, k), dtype), values(1, (k, n), dtype)
+        x = world.array(a, symmetric=False)
+        y = turned(world, b) if turn else world.array(b, symmetric=False)
+        out = world.empty((m, n), dtype, symmetric=False)
+        gemm = Gemm(start_library(world), Layout(m, n, k, dtype, dtype, (*x.strides, *y.strides)))
+        found = gemm.alternatives(16)
+        many += len(found) > 2
+        first = None
+        for one in found:
+            gemm.take(one)
+            workspace = world.empty((gemm.workspace,), "int8", symmetric=False)
+            out.copy_from(np.full((m, n), np.nan, out.dtype))
+            places = (x.data_ptr(), y.data_ptr(), out.data_ptr(), 0, 0, 0, workspace.data_ptr())
+            gemm(world.stream.handle, *places)
+            got = out.numpy()
+            first = got if first is None else first
+            assert_same_bits(got, first)
+        close(out, product(a, b), dtype)
+    assert many >= 3
+    x, y = (
+        world.array(values(i, s, dtype), symmetric=False)
+        for i, s in enumerate([(2048, 4096), (4096, 7168)])
+    )
+    tuned, plain = (
+        tdx.AllGatherMatmul(world, x.shape, y.shape, dtype, library=True, tune=tune)
+        for tune in (True, False)
+    )
+    assert_same_bits(tuned(x, y).numpy(), plain(x, y).numpy())
 
 
 @pytest.mark.gpu
