@@ -79,7 +79,8 @@ def case_algorithms_that_are_compared_give_the_same_bits(world, dtype):
         x = world.array(a, symmetric=False)
         y = turned(world, b) if turn else world.array(b, symmetric=False)
         out = world.empty((m, n), dtype, symmetric=False)
-        gemm = Gemm(start_library(world), Layout(m, n, k, dtype, dtype, (*x.strides, *y.strides)))
+        strides = (*x.stride(), *y.stride())
+        gemm = Gemm(start_library(world), Layout(m, n, k, dtype, dtype, strides))
         found = gemm.alternatives(16)
         many += len(found) > 2
         first = None
