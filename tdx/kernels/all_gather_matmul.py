@@ -95,7 +95,7 @@ class AllGatherMatmul(Plan):
         tdx.matmul.
     library, tune : bool, optional
         Whether cuBLAS multiplies, beside "fused" or behind "unfused", the same on every rank: see
-        tdx.matmul. Whether plans compare its algorithms for large products; default: True.
+        tdx.matmul. Whether a plan times its algorithms of equal bits, once; default: True.
     row_scales : bool
         Of float8: whether calls pass a scale for each row of a, or one. Default: False.
     config : tdx.kernels.matmul.Config, optional

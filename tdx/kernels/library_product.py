@@ -6,27 +6,22 @@ cuBLAS takes no notice of faults: what such a product has stored after one is of
 
 A rank takes it for the operands that it gets: what it sends, and when, does not depend on it. A
 Config pins the bits of a product, and so keeps it here.
-
-Plans compare the algorithms that cuBLAS names for a large product, of those with the same bits:
-the first one is the fastest of most, but not of all. One-line functions take the first, since
-products of a shape that does not come again would take less time than the comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from tdx.kernels.library_comparison import take_fastest
 from tdx.kernels.operand import Operand
 from tdx.kernels.plan_cache import remembered
-from tdx.kernels.product import Config, Product, least_us
-from tdx.runtime.array import Array
+from tdx.kernels.product import Config, Product
 from tdx.runtime.config import config as settings
 from tdx.runtime.driver.cublas import ALIGNMENT, Cublas, Gemm, Layout, Unfit, start
 from tdx.runtime.errors import DriverError, HeapExhausted, Unsupported
-from tdx.runtime.stream import Event, Stream
 from tdx.runtime.world import World
 
 __all__ = [
@@ -42,9 +37,6 @@ _EACH_ARCH = "sm_90"  # which has scales of rows and columns
 # Measured on H100s: least multiplications, and rows if each has a scale. The host takes longer than
 # the GPU for few, unless a graph is replayed.
 _LEAST, _LEAST_EACH = 1 << 22, 256
-# Of the comparison: algorithms, least multiplications (so that the GPU takes longer for them than
-# the host), rounds, microseconds that calls of one fill, and what one has to gain over the first.
-_COMPARED, _LEAST_COMPARED, _ROUNDS, _FILL_US, _GAIN = 8, 1 << 32, 3, 100, 0.98
 
 
 class LibraryProduct:
@@ -181,85 +173,16 @@ def library_product(
         reason = _unfit(world, product, sizes, steps, bias, aligned)
         if not reason:
             try:
-                gemm = Gemm(cublas, _layout(product, sizes, steps))
-                operands = _operand_bytes(product, sizes)
-                if product.tune and rows * n * k >= _LEAST_COMPARED and world.recording is None:
-                    _take_fastest(world, gemm, product, sizes, operands)
+                layout, operands = _layout(product, sizes, steps), _operand_bytes(product, sizes)
+                gemm = Gemm(cublas, layout)
+                if product.tune:
+                    take_fastest(world, gemm, layout, operands)
                 return LibraryProduct(world, gemm, max(operands))
             except Unfit as error:
                 reason = str(error)
     if product.library:
         raise refused(reason)
     return None
-
-
-def _take_fastest(
-    world: World, gemm: Gemm, product: Product, sizes: Sequence[int], operands: Sequence[int]
-) -> None:  # fmt: skip
-    """Compare the algorithms with the bits of the first one, on random operands of so many bytes.
-
-    On a stream of its own. Where memory is short the first one stays.
-    """
-    found = gemm.alternatives(_COMPARED)
-    if len(found) == 1:
-        return
-    begins = [0]
-    for nbytes in (*operands, max(one.workspace for one in found)):
-        begins.append(begins[-1] + -(-nbytes // 256) * 256)
-    stream = remembered(world, "library", "comparing", world.new_stream)
-    with world.on(stream):
-        try:
-            memory = world.empty((begins[-1],), "int8", symmetric=False)
-        except HeapExhausted:
-            return
-        _fill(world, memory, product.dtype)
-        a, b, c, vector, workspace = (memory._address + begin for begin in begins[:-1])
-        calls = max(1, int(_FILL_US / least_us(world, product.dtype.itemsize, *sizes[:3])))
-
-        def multiply(count: int) -> None:
-            with world.driver.using():
-                for _ in range(count):
-                    gemm(stream.handle, a, b, c, *(vector,) * 3, workspace)
-
-        gemm.take(_fastest(stream, gemm, found, multiply, calls))
-
-
-def _fastest(
-    stream: Stream, gemm: Gemm, found: list[Any], multiply: Callable[[int], None], calls: int
-) -> Any:
-    """The first of the algorithms, or another one if that takes clearly less time."""
-    usable = []
-    for one in found:
-        gemm.take(one)
-        try:
-            multiply(1)  # which loads its code
-            usable.append(one)
-        except DriverError:  # cuBLAS may name one and then refuse it
-            if one is found[0]:
-                raise
-    spans: list[list[tuple[Event, Event]]] = [[] for _ in usable]
-    for _ in range(_ROUNDS):
-        for one, taken in zip(usable, spans, strict=True):
-            gemm.take(one)
-            start = stream.record()
-            multiply(calls)
-            taken.append((start, stream.record()))
-    stream.synchronize()
-    times = [min(start.elapsed(end) for start, end in taken) for taken in spans]
-    best = times.index(min(times))
-    return usable[best if times[best] < _GAIN * times[0] else 0]
-
-
-def _fill(world: World, memory: Array, dtype: np.dtype) -> None:
-    """Random values, for which a GPU has lower clocks than for equal ones."""
-    values = np.random.default_rng(0).standard_normal(1 << 18, np.float32).astype(dtype)
-    piece = values.view(np.int8)[: memory.size]
-    done = piece.size
-    memory[:done].copy_from(piece)
-    while done < memory.size:
-        more = min(done, memory.size - done)
-        memory[done : done + more].copy_from(memory[:more])
-        done += more
 
 
 def refused(reason: str) -> Unsupported:

@@ -211,7 +211,7 @@ class MatmulReduceScatter(ReducedProduct):
         tdx.matmul.
     library, tune : bool, optional
         Whether cuBLAS multiplies, beside "fused", or before "unfused", the same on every rank: see
-        tdx.matmul. Whether plans compare its algorithms for large products; default: True.
+        tdx.matmul. Whether a plan times its algorithms of equal bits, once; default: True.
 
     `out` of a call must not overlap a or b.
 

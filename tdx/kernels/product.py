@@ -62,7 +62,7 @@ class Product:
     library : bool or None
         Whether cuBLAS multiplies; None: where it is faster. See library_product.py.
     tune : bool
-        Whether its algorithms are compared. See library_product.py.
+        Whether its algorithms are compared. See library_comparison.py.
     """
 
     dtype: np.dtype

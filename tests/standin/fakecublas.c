@@ -33,8 +33,8 @@ typedef struct {  // of a call, in rows as its caller sees them
 static char *const handle = (char *)0x7f0087654321;
 int fakecublas_version = 130100;
 int fakecublas_status, fakecublas_refuses, fakecublas_live, fakecublas_handles, fakecublas_count;
-// Algorithms it names, whose third (and each third one) splits K; the fast one, others sleep; one
-// that it refuses; the one of the last call.
+// Algorithms it names, each third of which splits K; the fast one, others sleep; one that it
+// refuses; the one of the last call.
 int fakecublas_named = 1, fakecublas_fast = -1, fakecublas_refused = -1, fakecublas_last = -1;
 Entry fakecublas_log[256];
 
@@ -138,7 +138,8 @@ int cublasLtMatmul(void *h, Product *x, const float *alpha, const float *a, Layo
     if (h != handle || algorithm[0] != 11 || algorithm[1] != 22 || *alpha != 1 || *beta != 0) return 7;
     if (algorithm[2] == (uint64_t)fakecublas_refused) return 15;
     fakecublas_last = algorithm[2];
-    if (fakecublas_fast >= 0 && fakecublas_last != fakecublas_fast) usleep(500);
+    if (fakecublas_fast >= 0 && fakecublas_last != fakecublas_fast)
+        usleep(fakecublas_last ? 1500 : 500);  // the first one is chosen where none is fast
     if (c != d || lc != ld || bytes != 4096 || !workspace || check(x, la, lb, ld)) return 7;
     if (((uintptr_t)a | (uintptr_t)b | (uintptr_t)d) % 16) return 7;
     for (int i = 0; i < 2; i++)

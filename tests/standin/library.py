@@ -131,17 +131,23 @@ def algorithms_that_plans_compare(rank: Rank) -> None:
 
     for fast, wanted in ((4, 4), (0, 0), (2, 0), (1, 1)):
         library["fast"] = fast
+        world.plans.clear()
         assert algorithm_of() == wanted
+    library["fast"] = 3
+    assert algorithm_of() == 1  # known from before
     assert algorithm_of(part) == algorithm_of(tune=False) == 0
-    tdx.all_gather_matmul(x, y, library=True)
-    assert library["last"] == 0
-    tdx.matmul(x, y, library=True)
-    assert library["last"] == 0
+    for function in (tdx.all_gather_matmul, tdx.matmul):
+        library["last"] = -1
+        function(x, y, library=True)
+        assert library["last"] == 0
+    library["fast"] = 1
+    world.plans.clear()
     library["refused"] = 1  # it names one that it does not run
     assert algorithm_of() == 0
     library["refused"] = 3
-    library["fast"] = 1
+    world.plans.clear()
     assert algorithm_of() == 1
+    assert {stream for _, stream in world.driver._spare} <= {world.stream.own}  # it leaves none
     across = world.zeros((2048, 1024), "bfloat16", symmetric=False).T
     plan = tdx.AllGatherMatmul(world, x.shape, y.shape, x.dtype, library=True)
     with tdx.graph(world):  # which may not wait for the device
@@ -156,6 +162,7 @@ def algorithms_that_plans_compare(rank: Rank) -> None:
             return whole(shape, dtype, *others, **options)
 
         patch.setattr(world, "empty", short)
+        world.plans.clear()
         assert algorithm_of() == 0
     with pytest.raises(tdx.errors.InvalidArgument, match="tune=3 must be True or False"):
         algorithm_of(tune=3)

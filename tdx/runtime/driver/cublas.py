@@ -299,14 +299,20 @@ class Gemm:
     def alternatives(self, most: int) -> list[_Found]:
         """The algorithm that it takes, then others of the first `most` that give the same bits.
 
-        They split K into as many parts, and differ in tiles: on an H200 with cuBLAS 13.1 each of
-        some 1400 algorithms for 210 layouts had the bits of the first one then, and none otherwise.
+        They are of one number and split K into as many parts, but differ in tiles. That was found
+        on an H200 with cuBLAS 13.1: of some 1400 algorithms for 210 products all that split K as
+        the first one does gave its bits, and no others did.
         """
-        if self._layout.dtype not in _SAME_BITS:
+        layout = self._layout
+        if layout.dtype not in _SAME_BITS or layout.out_dtype != layout.dtype or layout.bias:
+            return [self._taken]  # not measured
+        known = [*self._taken.algorithm.data]
+        try:
+            wanted = self._kind(self._taken)
+            others = [one for one in self._ask(most) if [*one.algorithm.data] != known]
+            return [self._taken, *(one for one in others if self._kind(one) == wanted)]
+        except (Unfit, DriverError):  # it takes the one, but says nothing of any
             return [self._taken]
-        wanted, known = self._kind(self._taken), [*self._taken.algorithm.data]
-        others = [one for one in self._ask(most) if [*one.algorithm.data] != known]
-        return [self._taken, *(one for one in others if self._kind(one) == wanted)]
 
     def _kind(self, found: _Found) -> tuple[int, ...]:
         values = []
