@@ -73,7 +73,7 @@ def _measured(
     world: World, stream: int, gemm: Gemm, found: Sequence[Any], dtype: str,
     operands: Sequence[int], calls: int,
 ) -> Any:  # fmt: skip
-    """The first of the algorithms, or another one if that takes clearly less time."""
+    """The fastest for random operands of so many bytes."""
     begins = [0]
     for nbytes in (*operands, max(one.workspace for one in found)):
         begins.append(begins[-1] + -(-nbytes // 256) * 256)
@@ -87,13 +87,14 @@ def _measured(
             for _ in range(count):
                 gemm(stream, a, b, c, *(vector,) * 3, workspace)
 
-    return _least(world, stream, found, multiply, calls)
+    return _in_turn(world, stream, found, multiply, calls)
 
 
-def _least(
+def _in_turn(
     world: World, stream: int, found: Sequence[Any], multiply: Callable[[Any, int], None],
     calls: int,
 ) -> Any:  # fmt: skip
+    """The first of the algorithms, or another one if that takes clearly less time."""
     usable = []
     for one in found:
         try:
