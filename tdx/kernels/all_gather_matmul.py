@@ -47,13 +47,13 @@ from tdx.kernels.product_options import (
     product_of,
     shapes_of,
     takes_options,
-)
+)  # fmt: skip
 from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
 from tdx.kernels.split_matmul import split_memory
 from tdx.kernels.tiles import check_config, splits
 from tdx.runtime.agreement import unanimous
 from tdx.runtime.array import Array
-from tdx.runtime.checks import check_int
+from tdx.runtime.checks import check_bool, check_int
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.stream import NOWHERE, follow, stream_handle
@@ -131,14 +131,15 @@ class AllGatherMatmul(Plan):
         with self.agreement(world, team) as shared:
             self.shape_a = plain_shape(shape_a)
             self._single, self.shapes_b = shapes_of(self.shape_a, shape_b)
-            self._traced, self.product = trace, product_of(self, dtype, product)
-            self.dtype = self.product.dtype
-            self._row_scales, self._pinned = self.product.check_row_scales(row_scales), config
+            self.product, self._pinned = product_of(self, dtype, product), config
+            self.dtype, self._traced = self.product.dtype, check_bool("trace", trace)
+            self._row_scales = self.product.check_row_scales(row_scales)
             check_algorithm(self.operation, algorithm, ALGORITHMS)
             check_library(world, self.product, config, algorithm, ("fused", "unfused"))
-            following = chunks_per_rank is not None or trace
-            if algorithm not in (None, "fused") and following:
-                raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
+            if chunks_per_rank is not None or trace:
+                if algorithm not in (None, "fused"):
+                    raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
+                algorithm = "fused"
             if trace and self.product.library:
                 raise InvalidArgument("trace is of a kernel of tdx, not with library=True")
             *lead, self._depth = self.shape_a
@@ -148,7 +149,10 @@ class AllGatherMatmul(Plan):
             if chunks_per_rank is None:
                 chunks_per_rank = gather_chunks(world.backend, nbytes, line, size - 1)
             chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
-            self.algorithm = algorithm or self._choose(nbytes, chunks, config, following)
+            shared.update(a=self.shape_a, count_b=len(self.shapes_b), given_algorithm=algorithm)
+            shared.update(self.product.shared(config), row_scales=self._row_scales)
+            self.agree_on(shared)
+            self.algorithm = algorithm or self._choose(nbytes, chunks, config)
             check_config(config, "" if self.algorithm == "unfused" else self.algorithm)
             parts = 1 if self.algorithm == "unfused" else size
             rows = self._rows * size // parts
@@ -158,21 +162,19 @@ class AllGatherMatmul(Plan):
                 config, world, rows, self._widest, self._depth, parts, parts == 1, first_us,
                 ends=ends if self.algorithm == "one_kernel" else None,
             )  # fmt: skip
-            shared.update(a=self.shape_a, count_b=len(self.shapes_b), dtype=self.dtype)
-            shared.update(given_algorithm=algorithm, algorithm=self.algorithm)
-            shared.update(row_scales=self._row_scales, library=self.product.library)
+            shared.update(algorithm=self.algorithm)
             if self.algorithm == "fused":  # what the rows of a chunk follow from
                 usual = power_of_two(min(rows, constants(world.backend).tile[0]))
                 usual = config.block_m if config else usual
                 self._multiple = 1 if chunks == 1 else usual  # no ragged tile at a chunk's end
-                shared.update(chunks_per_rank=chunks, multiple=self._multiple)
+                shared.update(chunks_per_rank=chunks)
         with self.preparation():
             self._build(chunks, buffer)
 
-    def _choose(self, nbytes: int, chunks: int, config: Config | None, following: bool) -> str:
+    def _choose(self, nbytes: int, chunks: int, config: Config | None) -> str:
         backend, rows, size = self.world.backend, self._rows, self.group.size
-        if following or splits(config):
-            return "fused" if following else "unfused"
+        if splits(config):
+            return "unfused"
         engines = size > 1 and nbytes // chunks >= constants(backend).engine_bytes
         if self.product.library:
             return "fused" if engines and not follows(backend, rows, nbytes, size) else "unfused"
@@ -181,11 +183,9 @@ class AllGatherMatmul(Plan):
             usual, other, gains = choices(*what)
             if size == 2:
                 gains = engines and library_gains(*what) and may_multiply(*what[:2], config)
-            call = f"{self.operation}(a={self.shape_a}, dtype={self.dtype}, given_algorithm=None)"
-            return other if unanimous(self.group, call, gains) else usual
-        if self.product.scaled and rows > _FEWEST and nbytes >= constants(backend).engine_bytes:
-            return "fused"
-        return "unfused" if follows(backend, rows, nbytes, size) else "fused"
+            return other if unanimous(self.group, self.call, gains) else usual
+        large = self.product.scaled and rows > _FEWEST and nbytes >= constants(backend).engine_bytes
+        return "fused" if large or not follows(backend, rows, nbytes, size) else "unfused"
 
     def _build(self, chunks: int, buffer: bool) -> None:
         world, size, depth = self.world, self.group.size, self._depth
@@ -381,7 +381,7 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
         (K, N) of this rank, any strides; several share one gather. N may differ between ranks, but
         where it changes from one call to the next it changes on all: each then makes a plan.
     return_gathered : bool
-        Return the gathered a as well.
+        Return the gathered a as well; of float8 without its scales.
     algorithm : {"fused", "one_kernel", "unfused"}, optional
     bias, scale_b, out : optional
         As matmul has them; with several b sequences, one for each.

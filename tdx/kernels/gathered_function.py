@@ -10,6 +10,7 @@ from tdx.kernels.operand import for_each
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.product_options import ProductOptions, given_operand
 from tdx.runtime.array import Array
+from tdx.runtime.checks import check_bool
 from tdx.runtime.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def gathered_product(
     single = not isinstance(b, (list, tuple))
     many = [b] if single else list(b)
     alone = len(many) == 1  # then there is one plan for it, and for a sequence of it
-    if type(a) is Array and type(b) is Array and not return_gathered:
+    if type(a) is Array and type(b) is Array and return_gathered is False:
         layout, extras = (a.shape, b.shape, a.dtype), (given.bias, given.scale_a, given.scale_b)
         of_plan = {**given.of_plan, "row_scales": _has_row_scales(a, given.scale_a)}
         known = known_plan(kind, given.team, layout, of_plan, a, b, given.out, *extras)
@@ -35,6 +36,7 @@ def gathered_product(
             return known(a, b, out, given.stream, **named)
     call = Call(kind.operation, a, *many, team=given.team, stream=given.stream)
     with call:
+        wanted = check_bool("return_gathered", return_gathered)
         x = call.operand(a, "a")
         ys = [call.operand(y, "b", strided=True) for y in many]
         outs, biases, scales = (
@@ -56,7 +58,7 @@ def gathered_product(
         targets = [call.target(o, s, dtype) for o, s in zip(outs, plan.out_shapes, strict=True)]
         y, to, vector, right = ((v[0] if alone else v) for v in (ys, targets, vectors, rights))
         plan(x, y, to, call.stream, bias=vector, scale_a=left, scale_b=right)
-        if return_gathered:
+        if wanted:
             whole = plan.gathered(call.handle())
             targets = [*targets, call.target(None, whole.shape, plan.dtype)]
             call.copy(whole, targets[-1])

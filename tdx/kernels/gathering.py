@@ -342,7 +342,12 @@ def check_products_apart(
     # x stands in for what there is not
     read += [op for p in products for op in (*p[3:], left) if op is not x]
     for i, to in enumerate(outs):
-        check_apart(operation, to, *read, *outs[:i])
+        check_apart(operation, to, *read)
+        if any(overlap(to, other) for other in outs[:i]):
+            raise InvalidArgument(
+                f"{operation}: out {i} (shape {to.shape}) overlaps another out: pass one array for "
+                "each b"
+            )
     end = gathered.address + elements(gathered.shape) * gathered.dtype.itemsize
     for op in (*read, *outs):
         if gathered.address <= op.address < end:

@@ -37,7 +37,7 @@ from tdx.kernels.operand import (
 )
 from tdx.kernels.plan_cache import check_key, check_recording, remembered
 from tdx.kernels.product import ACTIVATIONS, Config, Product, blocks_for
-from tdx.kernels.product_options import given_operand
+from tdx.kernels.product_options import given_operand, given_rows
 from tdx.kernels.split_matmul import split_kernel, split_memory
 from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
 from tdx.kernels.tiles import check_config
@@ -136,7 +136,7 @@ def matmul(
     ----------
     a, b : tdx arrays, or arrays of NumPy or a DLPack producer
         (..., K) and (K, N): float16, bfloat16, float32 or float8_e4m3fn. b may be strided (w.T),
-        never copied.
+        never copied; a of others than tdx is where its leading axes do not lie behind one another.
     bias : array, optional
         (N,), of any floating-point type.
     activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
@@ -173,7 +173,7 @@ def matmul(
     world.group(team)
     if algorithm is not None:
         raise InvalidArgument(f"algorithm={algorithm!r}: a matmul on one rank has only one")
-    x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
+    x, y = given_rows(call, a), call.operand(b, "b", strided=True)
     if len(y.shape) != 2:
         raise InvalidArgument(f"b must have 2 axes (K, N), got shape {y.shape}")
     options = {

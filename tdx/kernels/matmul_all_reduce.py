@@ -148,7 +148,7 @@ class MatmulAllReduce(ReducedProduct):
             "one_shot": (size - 1) * count * partial,
             "two_shot": (size - 1) * count * (partial + result) / size,
         }
-        limits, given = constants(backend), algorithm
+        limits = constants(backend)
         if algorithm is None and splits(config):
             algorithm = "unfused"
         elif algorithm is None:
@@ -169,16 +169,14 @@ class MatmulAllReduce(ReducedProduct):
             return fused_tile(self, config, -(-self._rows // size), whole=True), algorithm
         if self.same_tile:
             check_fused(config, algorithm)
-            k = self._common_depth(given) if config is None else k
+            k = self._common_depth() if config is None else k
         tile = self.product.tile(config, self.world, self._rows, n, k, split=algorithm == "unfused")
         return tile, algorithm
 
-    def _common_depth(self, given: str | None) -> int:
+    def _common_depth(self) -> int:
         """K_local, ragged if it is on any rank: the rows and columns of a tile depend on that."""
-        k, n = self.shape_b
-        a = (*self.shape_a[:-1], "K")
-        call = f"{self.operation}(a={a}, n={n}, given_algorithm={given})"
-        return k if unanimous(self.group, call, k % 16 == 0) else k | 1
+        k = self.shape_b[0]
+        return k if unanimous(self.group, self.call, k % 16 == 0) else k | 1
 
     def _is_short(self, owned: int) -> bool:
         """Whether products hardly hide the copies of `owned` bytes to all of several peers, twice.
@@ -191,8 +189,7 @@ class MatmulAllReduce(ReducedProduct):
             return False
         product_us = least_us(self.world, self.dtype.itemsize, self._rows, n, k)
         short = product_us < _SHORT * engines_us(backend, (size - 1) * owned)
-        call = f"{self.operation}(rows={self._rows}, columns={n}, given_algorithm=None)"
-        return unanimous(self.group, call, short)
+        return unanimous(self.group, self.call, short)
 
     def _is_first(self, nbytes: int) -> bool:
         """Whether a product, then an all-reduce of `nbytes` take less time than one kernel."""

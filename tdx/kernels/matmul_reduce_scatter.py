@@ -223,12 +223,12 @@ class MatmulReduceScatter(ReducedProduct):
     with_library = ("fused", "unfused")
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
-        first, size = self.shape_a[0], self.group.size
+        first, rows, size = self.shape_a[0], elements(self.shape_a[:-1]), self.group.size
         if first % size:
+            remedy = "pad it" if rows % size else f"give it as ({rows}, {self.shape_a[-1]})"
             raise InvalidArgument(
-                f"a's first axis, {first}, is no multiple of the {size} ranks; pad it"
+                f"a's first axis, {first}, is no multiple of the {size} ranks; {remedy}"
             )
-        rows = elements(self.shape_a[:-1])
         self._rows = rows // size
         depth, columns = self.shape_b
         self.out_shape = (first // size, *self.shape_a[1:-1], columns)

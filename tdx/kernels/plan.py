@@ -97,9 +97,9 @@ class Plan(Repeating):
     def agreement(self, world: World, team: Group | None) -> Iterator[dict[str, Any]]:
         """Check arguments in the block, then agree with all ranks on what it puts into the dict.
 
-        The block changes nothing but attributes of the plan, and runs locally, but for a vote by
-        `unanimous` to which all that ranks agree on leads. If it raises, the other ranks raise
-        CollectiveMismatch at once.
+        The block changes nothing but attributes of the plan, and runs locally, but for votes by
+        `unanimous`, before which it may `agree_on` what leads to them. If it raises, the other
+        ranks raise CollectiveMismatch at once.
         """
         world.check()
         self.world, self.group = world, group_of(world, team, self.operation)
@@ -116,10 +116,14 @@ class Plan(Repeating):
                     "once before, with the same shapes, or make the plan before recording"
                 )
             yield shared
+        self.agree_on(shared)
+        self._usage = world.usage_of_plan(self.group, self.call)
+
+    def agree_on(self, shared: dict[str, Any]) -> None:
+        """Agree on what is in the dict, also before votes on what else follows from it."""
         described = ", ".join(f"{name}={value}" for name, value in shared.items())
         self.call = f"{self.operation}({described})"
         agree(self.group, self.call)
-        self._usage = world.usage_of_plan(self.group, self.call)
 
     @contextlib.contextmanager
     def preparation(self) -> Iterator[None]:

@@ -53,7 +53,7 @@ def check_key(operation: str, key: Any, options: Callable[[], Mapping[str, Any]]
             except TypeError:
                 raise InvalidArgument(
                     f"{operation}: {name}={value!r} is a {type(value).__name__}, which no option "
-                    "takes"
+                    f"takes; help(tdx.{operation}) says what it takes"
                 ) from None
         raise
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any
 
@@ -13,8 +13,9 @@ from tdx.kernels.operand import Operand, check_operand, operand
 from tdx.kernels.plan import Plan
 from tdx.kernels.plan_cache import check_recording, remembered
 from tdx.kernels.select import constants
-from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
+from tdx.kernels.tiles import FLOAT8_DEPTH, Config, check_config, choose_tile
 from tdx.runtime import dtypes
+from tdx.runtime.checks import check_bool
 from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.world import World
@@ -82,6 +83,8 @@ class Product:
     ) -> Product:  # fmt: skip
         """Check the options of a product of `dtype` inputs."""
         dtype, arch = dtypes.resolve(dtype), world.device.arch
+        allow_tf32 = check_bool("allow_tf32", allow_tf32)
+        fast_accum = check_bool("fast_accum", fast_accum)
         scaled = dtype.name == _FLOAT8
         out = usual_output(dtype) if out_dtype is None else dtypes.resolve(out_dtype)
         if dtype.name not in _INPUTS or out.name not in _OUTPUTS:
@@ -102,9 +105,8 @@ class Product:
         if library is not None and not isinstance(library, (bool, np.bool_)):
             raise InvalidArgument(f"library={library!r} must be True, False or None")
         library = None if library is None else bool(library)
-        if not isinstance(tune, (bool, np.bool_)):
-            raise InvalidArgument(f"tune={tune!r} must be True or False")
-        return cls(dtype, out, bias, activation, precision, scaled, library, bool(tune))
+        tune = check_bool("tune", tune)
+        return cls(dtype, out, bias, activation, precision, scaled, library, tune)
 
     @property
     def scale_dtype(self) -> np.dtype:
@@ -256,6 +258,20 @@ class Product:
             "num_stages": config.num_stages,
         }
 
+    def shared(self, config: Config | None) -> dict[str, Any]:
+        """What ranks agree on of the options of a plan, with the `config` that it is given."""
+        check_config(config)
+        same = {
+            "dtype": self.dtype, "bias": self.bias, "activation": self.activation,
+            "out_dtype": self.out_dtype, "library": self.library,
+        }  # fmt: skip
+        if self.precision != "ieee":
+            same["precision"] = self.precision
+        if config is not None:
+            values = (f"{name} {value}" for name, value in asdict(config).items())
+            same["config"] = f"[{', '.join(values)}]"
+        return same
+
     # ---- operands of a call
     def check(self, a: Operand, b: Operand, k: int, n: int) -> None:
         """Raise unless `a` and `b` are (..., k) and (k, n) of this type."""
@@ -271,7 +287,10 @@ class Product:
         """The bias as an operand; `fallback` stands in when there is none."""
         if (bias is not None) != self.bias:
             remedy = "pass one, or one for each of several b" if self.bias else "pass none"
-            raise InvalidArgument(f"bias: the plan was made with bias={self.bias}: {remedy}")
+            raise InvalidArgument(
+                f"bias: the plan was made with bias={self.bias}: {remedy}, or make the plan with "
+                f"bias={not self.bias}"
+            )
         if bias is None:
             return fallback
         op = operand(world, bias, "bias")
@@ -281,9 +300,7 @@ class Product:
 
     def check_row_scales(self, given: Any) -> bool:
         """The option row_scales."""
-        if not isinstance(given, (bool, np.bool_)):
-            raise InvalidArgument(f"row_scales={given!r} must be True or False")
-        if given and not self.scaled:
+        if check_bool("row_scales", given) and not self.scaled:
             raise InvalidArgument(f"row_scales is for inputs of {_FLOAT8}, not of {self.dtype}")
         return bool(given)
 

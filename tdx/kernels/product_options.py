@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from tdx.kernels.call import Call
+from tdx.kernels.operand import Operand, flattened
 from tdx.kernels.plan import Plan, plain_shape
 from tdx.kernels.product import Product
 from tdx.kernels.tiles import Config
@@ -22,6 +23,7 @@ from tdx.runtime.group import Group
 __all__ = [
     "ProductOptions",
     "given_operand",
+    "given_rows",
     "options_of",
     "product_of",
     "shapes_of",
@@ -129,3 +131,17 @@ def shapes_of(a: tuple[int, ...], b: Any) -> tuple[bool, list[tuple[int, ...]]]:
 def given_operand(call: Call, x: Any, what: str) -> Any:
     """An option of a one-line function as its plan takes it: numbers and None as they are."""
     return x if x is None or isinstance(x, Real) else call.operand(x, what)
+
+
+def given_rows(call: Call, a: Any) -> Operand:
+    """`a` of a one-line function; a copy where its leading axes do not lie behind one another.
+
+    A tdx array is not copied: flattened() says what is wrong with it.
+    """
+    op = call.operand(a, "a", strided=True)
+    if not op.contiguous:
+        try:
+            flattened(op)
+        except InvalidArgument:
+            return call.operand(a, "a")
+    return op

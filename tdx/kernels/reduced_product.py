@@ -19,8 +19,13 @@ from tdx.kernels.operand import (
 from tdx.kernels.plan import Plan, check_algorithm, plain_shape
 from tdx.kernels.plan_cache import known_plan
 from tdx.kernels.product import Config, Product, check_loading, usual_output
-from tdx.kernels.product_options import ProductOptions, given_operand, product_of, takes_options
-from tdx.kernels.tiles import check_config
+from tdx.kernels.product_options import (
+    ProductOptions,
+    given_operand,
+    given_rows,
+    product_of,
+    takes_options,
+)
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
@@ -80,18 +85,17 @@ class ReducedProduct(Plan):
             out = self.product.out_dtype
             self.partial_dtype = out if partial_dtype is None else dtypes.resolve(partial_dtype)
             self._check(algorithm)
-            check_config(config)
             check_library(world, self.partial_product, config, algorithm, self.with_library)
             self.pinned = config
             self._has_library: bool | None = None
+            shared.update(
+                a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], given_algorithm=algorithm,
+                **self.product.shared(config), partial_dtype=self.partial_dtype,
+            )  # fmt: skip
+            self.agree_on(shared)
             self.config, self.algorithm = self._choose(config, algorithm)
             self.result = (self.out_shape, out)
-            shared.update(
-                a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], dtype=self.dtype,
-                partial_dtype=self.partial_dtype, bias=self.product.bias,
-                activation=self.product.activation, out_dtype=out, given_algorithm=algorithm,
-                library=self.product.library, algorithm=self.algorithm,
-            )  # fmt: skip
+            shared.update(algorithm=self.algorithm)
             if self._has_library is not None:
                 shared.update(cublas=self._has_library)
             if self.same_tile:
@@ -238,7 +242,7 @@ def reduced_product(
             return known(a, b, out, options.stream, **extras)
     call = Call(kind.operation, a, b, options.out, team=options.team, stream=options.stream)
     with call:
-        x, y = call.operand(a, "a", strided=True), call.operand(b, "b", strided=True)
+        x, y = given_rows(call, a), call.operand(b, "b", strided=True)
         extras = {
             name: given_operand(call, given, name)
             for name in ("bias", "scale_a", "scale_b")

@@ -47,8 +47,7 @@ def is_short(plan: ReducedProduct, rows: int) -> bool:
     short = least_us(plan.world, plan.dtype.itemsize, rows * size, n, k) < most
     if size > 2 and sent <= few_by_ours:
         short = short or not may_multiply(plan.world, plan.partial_product, plan.pinned)
-    call = f"{plan.operation}(rows={rows * size}, columns={n}, given_algorithm=None)"
-    return unanimous(plan.group, call, short)
+    return unanimous(plan.group, plan.call, short)
 
 
 def fused_tile(

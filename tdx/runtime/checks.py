@@ -12,6 +12,7 @@ from .errors import InvalidArgument
 __all__ = [
     "as_float",
     "as_int",
+    "check_bool",
     "check_flag",
     "check_int",
     "check_kind",
@@ -63,19 +64,22 @@ def check_int(value: Any, what: str, least: int, most: int | None = None) -> int
     return whole
 
 
+def check_bool(what: str, value: Any, why: str = "") -> bool:
+    """`value` as a bool; InvalidArgument, which says `why`, for anything else, such as an array."""
+    if type(value).__name__ in _BOOLS:
+        return bool(value)
+    shape = getattr(value, "shape", None)
+    given = repr(value) if shape is None else f"<array of shape {tuple(shape)}>"
+    raise InvalidArgument(f"{what}={given} must be True or False{why}")
+
+
 def check_flag(operation: str, name: str, value: Any) -> bool:
     """`value`, which says whether calls of a plan pass an array `name`, as a bool.
 
     Raises InvalidArgument for anything else, such as the array itself.
     """
-    if type(value).__name__ in _BOOLS:
-        return bool(value)
-    shape = getattr(value, "shape", None)
-    given = repr(value) if shape is None else f"<array of shape {tuple(shape)}>"
-    raise InvalidArgument(
-        f"{operation}: {name}={given} must be True or False: a plan is made with whether there is "
-        f"one, and its calls take the array"
-    )
+    why = ": a plan is made with whether there is one, and its calls take the array"
+    return check_bool(f"{operation}: {name}", value, why)
 
 
 def check_kind(symmetric: Any, name: Any) -> None:

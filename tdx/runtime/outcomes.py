@@ -92,7 +92,11 @@ def _differences(by_call: Mapping[str, list[int]]) -> str:
         return ""
     arguments = [dict(_ARGUMENT.findall(text)) for _, _, text in named]
     differing = []
-    for name in dict.fromkeys(name for each in arguments for name in each):
+    names = list(dict.fromkeys(name for each in arguments for name in each))
+    told = [name for name in names if all(name in each for each in arguments)]
+    if any(len({each[name] for each in arguments}) > 1 for name in told):
+        names = told  # what some lack follows from what differs, or comes later
+    for name in names:
         ranks: dict[str, list[int]] = {}
         for given, whose in zip(arguments, by_call.values(), strict=True):
             ranks.setdefault(given.get(name, "nothing"), []).extend(whose)

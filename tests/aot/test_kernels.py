@@ -246,6 +246,13 @@ def test_threads_that_share_words_meet_before_results_are_stored(compiler, case)
     assert case != "low_latency-fp32" or not in_order(alone.code, pushed, r"bar\.sync")
 
 
+@pytest.mark.parametrize(("case", "target"), TAKEN)
+def test_floats_are_not_added_in_any_order(outcome_of, case, target):
+    """By atomic operations: bits would depend on which block comes first."""
+    adds = r"(atom|red)\.\S*\.(b?f16(x2)?|f32|f64)\b|atomic_\w*_b?f(16|32|64)"
+    assert not positions(outcome_of(case, target).code, adds)
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_peer_offsets_are_64_bit(outcome_of, target):
     code = outcome_of("one_shot-bf16", target).code

@@ -25,7 +25,7 @@ def chosen(monkeypatch):
             backend=backend, driver=SimpleNamespace(resident_blocks=lambda: 132),
             device=SimpleNamespace(arch="sm_90"), recording=True,
         )  # fmt: skip
-        plan.group = SimpleNamespace(size=ranks)
+        plan.group, plan.call = SimpleNamespace(size=ranks), "matmul_all_reduce"
         plan.product = Product.make(plan.world, dtype, **given)
         plan.dtype, plan.partial_dtype = plan.product.dtype, plan.product.out_dtype
         plan.shape_a, plan.shape_b = (m, k), (k, n)
@@ -76,10 +76,7 @@ def test_ranks_vote_whether_products_are_short(chosen, monkeypatch):
 @pytest.mark.parametrize("others", [True, False])
 def test_tiles_of_one_kernel_are_ragged_on_all_ranks_or_none(chosen, monkeypatch, others):
     """Ranks meet tile by tile: rows and columns of a tile depend on no rank's own K."""
-    monkeypatch.setattr(
-        matmul_all_reduce, "unanimous",
-        lambda group, call, own: own and (others or "given_algorithm=two_shot" not in call),
-    )  # fmt: skip
+    monkeypatch.setattr(matmul_all_reduce, "unanimous", lambda group, call, own: own and others)
     wide, ragged = (chosen(4, 2048, 4096, k, algorithm="two_shot") for k in (1024, 1025))
     tiles = [(tile.block_m, tile.block_n, tile.group_m) for tile in (wide, ragged)]
     assert (tiles[0] == tiles[1]) == (not others)

@@ -20,6 +20,7 @@ SUM = "all_reduce(shape=({}, 2), dtype={}, config=Config(algorithm='{}', block={
          "1; in block: 1 on ranks 0, 2, 16 on rank 1"),
         (("f(a=1, b=2)", "f(a=1, b=3)"), "b: 2 on ranks 0, 2, 3 on rank 1"),
         (("f(a=1)", "f(a=1, b=3)"), "b: nothing on ranks 0, 2, 3 on rank 1"),
+        (("f(a=1, b=2, c=3)", "f(a=1, b=3)"), "b: 2 on ranks 0, 2, 3 on rank 1"),
     ],
 )  # fmt: skip
 def test_calls_of_one_operation_are_compared(calls, differences):

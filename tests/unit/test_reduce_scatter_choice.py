@@ -21,7 +21,7 @@ def chosen(monkeypatch):
         world.backend = backend
         monkeypatch.setattr(scattered_rows, "may_multiply", lambda *product: cublas)
         plan = SimpleNamespace(
-            operation="matmul_reduce_scatter", world=world, group=SimpleNamespace(size=ranks),
+            call="matmul_reduce_scatter", world=world, group=SimpleNamespace(size=ranks),
             dtype=np.dtype("float16"), partial_dtype=np.dtype("float16"), _rows=rows,
             shape_b=(depth, columns), partial_product=None, pinned=None,
         )  # fmt: skip

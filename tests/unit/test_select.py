@@ -13,6 +13,7 @@ from tdx.kernels.all_reduce_rms_norm import Config as NormConfig
 from tdx.kernels.copying import VECTOR
 from tdx.kernels.operand import byte_units
 from tdx.kernels.packed import low_latency_elements, low_latency_lanes, packed_bytes
+from tdx.kernels.product import blocks_for
 from tdx.kernels.scattered_rows import Parts
 from tdx.kernels.select import (
     CONSTANTS,
@@ -388,3 +389,11 @@ def test_tiles_of_few_rows_are_as_high_as_tensor_cores_take(arch, itemsize, heig
     for rows in (17, 32):
         assert choose_tile("cuda", arch, rows, 4096, 1024, itemsize).block_m == height
     assert choose_tile("cuda", arch, 16, 4096, 1024, itemsize).block_m == 16
+
+
+def test_products_leave_room_for_blocks_that_send():
+    """All are resident together, as those that wait for each other have to be."""
+    world = SimpleNamespace(backend="cuda", driver=SimpleNamespace(resident_blocks=lambda: 132))
+    assert blocks_for(world, 1000, 16) == 116
+    assert blocks_for(world, 100, 16) == 100
+    assert blocks_for(world, 1000, 132) == 1

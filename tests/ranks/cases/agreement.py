@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tdx
+from tdx.kernels.matmul import Config
 from tdx.runtime.errors import CollectiveMismatch, InvalidArgument, PeerTimeout
 from tests.helpers.cases import isolated, limit, worlds
 
@@ -208,6 +209,44 @@ def case_algorithms_asked_for(world, known):
         with pytest.raises(CollectiveMismatch, match="differ in given_algorithm: "):
             tdx.all_reduce(x, algorithm=chosen if world.rank else None)
     assert (tdx.all_reduce(x).numpy() == 2).all()
+
+
+@worlds(2)
+@pytest.mark.parametrize(
+    "operation", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+)
+def case_options_of_products_that_differ(world, operation):
+    """Named at once, also where nothing else would depend on them."""
+    x, y = np.ones((4, 16), np.float32), np.ones((16, 8), np.float32)
+    call = getattr(tdx, operation)
+    for name, value, words in (
+        ("bias", np.ones(8, np.float32), "bias: False on rank 0, True on rank 1$"),
+        ("activation", "relu", "activation: None on rank 0, relu on rank 1$"),
+        ("out_dtype", "bfloat16", "out_dtype: float32 on rank 0, bfloat16 on rank 1"),
+        ("allow_tf32", True, "precision: nothing on rank 0, tf32 on rank 1$"),
+        ("config", Config(16, 16, 32), "config: nothing on rank 0, .block_m 16, block_n 16, block"),
+        ("library", False, "library: None on rank 0, False on rank 1$"),
+    ):
+        world.plans.clear()
+        with pytest.raises(CollectiveMismatch, match=f"They differ in {words}"):
+            call(x, y, **({name: value} if world.rank else {}))
+        assert (np.asarray(call(x, y)) == 16 * (1 if "gather" in operation else 2)).all()
+
+
+@isolated
+@worlds(2)
+@limit(30)
+@pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_all_reduce"])
+def case_one_rank_alone_gives_a_bias(comm, backend, operation):
+    """It makes a plan where others call theirs: the table shows what is not the same."""
+    world = tdx.init(comm, backend=backend, timeout_s=TIMEOUT_S)
+    a, b, v = (world.zeros(shape, "float32", symmetric=False) for shape in ((4, 16), (16, 8), (8,)))
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: .*bias=False.*\n.*rank 1: .*bias=True"):  # noqa: PT012
+        for bias in (None, v if world.rank else None):
+            getattr(tdx, operation)(a, b, bias=bias)
+        world.synchronize()
+    world.close()
+    comm.barrier()
 
 
 @isolated

@@ -262,7 +262,12 @@ def case_bad_arguments(world):
     for kind, words, attempt in [
         (InvalidArgument, "differ in K", lambda: call(x, y.T)),
         (InvalidArgument, "shapes", lambda: call(x[0], y)),
-        (InvalidArgument, "no multiple of the 2 ranks", lambda: call(x[:3], y)),
+        (InvalidArgument, "3, is no multiple of the 2 ranks; pad it", lambda: call(x[:3], y)),
+        (
+            InvalidArgument,
+            r"1, is no multiple of the 2 ranks; give it as \(4, ",
+            lambda: call(x[None, :4], y),
+        ),
         (DtypeError, "float32", lambda: call(x, world.zeros((8, 5), "float16"))),
         (DtypeError, "partial_dtype", lambda: call(x, y, partial_dtype="float16")),
         (InvalidArgument, "activation='tanh'", lambda: call(x, y, activation="tanh")),

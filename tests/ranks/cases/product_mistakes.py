@@ -13,6 +13,7 @@ import tdx
 from tdx.kernels.matmul import Config
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
 from tests.helpers.cases import isolated, limit, worlds
+from tests.helpers.reference import assert_same_bits, values
 
 FUNCTIONS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 PLANS = ("AllGatherMatmul", "MatmulReduceScatter", "MatmulAllReduce")
@@ -131,6 +132,39 @@ def case_out_is_any_sequence(world):
     assert (first.numpy() == 4).all()
 
 
+@worlds(2)
+def case_outs_that_overlap(world):
+    x, y = world.zeros((4, 8), "float32"), world.zeros((8, 2), "float32")
+    out = world.zeros((8, 2), "float32", symmetric=False)
+    with pytest.raises(InvalidArgument, match=r"out 1 \(shape \(8, 2\)\) overlaps another out"):
+        tdx.all_gather_matmul(x, [y, y], out=[out, out])
+
+
+@worlds(2)
+@pytest.mark.parametrize("name", ["allow_tf32", "fast_accum", "return_gathered", "trace"])
+def case_flags_are_true_or_false(world, name):
+    x, y = world.zeros((4, 8), "float32"), world.zeros((8, 2), "float32")
+    call = partial(tdx.all_gather_matmul, x, y)
+    if name == "trace":
+        call = partial(tdx.AllGatherMatmul, world, (4, 8), (8, 2), "float32")
+    for wrong in ("no", 1, x):
+        with pytest.raises(InvalidArgument, match=f"^{name}=.* must be True or False$"):
+            call(**{name: wrong})
+    call(**{name: np.bool_(True)})
+
+
+@worlds(1, 2)
+def case_leading_axes_that_do_not_lie_behind_one_another(world):
+    """Of others they are copied, of tdx they are named."""
+    a = values(world.rank, (4, 3, 8), "float32").swapaxes(0, 1)[:2].swapaxes(0, 1)
+    b = values(9, (8, 5), "float32")
+    x = world.array(values(0, (4, 3, 8), "float32"), symmetric=False)[:, :2]
+    for call in (tdx.matmul, tdx.matmul_all_reduce, tdx.matmul_reduce_scatter):
+        assert_same_bits(np.asarray(call(a, b)), np.asarray(call(a.copy(), b)))
+        with pytest.raises(InvalidArgument, match="do not lie behind one another; "):
+            call(x, b)
+
+
 @worlds(1, 2)
 def case_unknown_options(world):
     x, y = world.zeros((4, 8), "float32"), world.zeros((8, 3), "float32")
@@ -169,15 +203,14 @@ def case_rows_of_tiles_that_are_counted_in_32_bits(world):
 
 @worlds(2)
 def case_ranks_agree_on_what_they_use(world):
-    """Not on rows that chunks are multiples of, where a rank's rows are one chunk."""
-    tile = Config(16 << world.rank, 16, 16, num_warps=4)
-    make = partial(tdx.AllGatherMatmul, world, (48, 16), (16, 16), "float32", algorithm="fused")
-    x = world.array(np.ones((48, 16), np.float32))
-    y = world.array(np.ones((16, 16), np.float32))
-    plan = make(config=tile, chunks_per_rank=1)
-    assert (plan(x, y).numpy() == 16).all()
-    with pytest.raises(CollectiveMismatch, match=r"multiple=16.*multiple=32"):
-        make(config=tile, chunks_per_rank=2)
+    make = partial(tdx.AllGatherMatmul, world, (48, 16), (16, 16), "float32")
+    words = r"config: \[block_m 16,.* on rank 0, \[block_m 32,.* on rank 1$"
+    with pytest.raises(CollectiveMismatch, match=words):
+        make(config=Config(16 << world.rank, 16, 16, num_warps=4))
+    with pytest.raises(CollectiveMismatch, match=r"chunks_per_rank: 1 on rank 0, 2 on rank 1$"):
+        make(algorithm="fused", chunks_per_rank=1 + world.rank)
+    with pytest.raises(CollectiveMismatch, match="given_algorithm: None on rank 0, fused on rank"):
+        make(trace=bool(world.rank))
 
 
 @worlds(1)
