@@ -46,8 +46,9 @@ from tdx.kernels.product_options import (
     options_of,
     product_of,
     shapes_of,
+    shared_options,
     takes_options,
-)  # fmt: skip
+)
 from tdx.kernels.select import constants, engines_us, follows, gather_chunks, power_of_two
 from tdx.kernels.split_matmul import split_memory
 from tdx.kernels.tiles import check_config, splits
@@ -99,7 +100,7 @@ class AllGatherMatmul(Plan):
     row_scales : bool
         Of float8: whether calls pass a scale for each row of a, or one. Default: False.
     config : tdx.kernels.matmul.Config, optional
-        Pins the tile, and with it the bits of the products.
+        Pins the tile, and with it the bits of the products; as all options alike on every rank.
     team : Team, optional
         The ranks that take part; None: all of the world.
     buffer : bool
@@ -136,10 +137,9 @@ class AllGatherMatmul(Plan):
             self._row_scales = self.product.check_row_scales(row_scales)
             check_algorithm(self.operation, algorithm, ALGORITHMS)
             check_library(world, self.product, config, algorithm, ("fused", "unfused"))
-            if chunks_per_rank is not None or trace:
-                if algorithm not in (None, "fused"):
-                    raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
-                algorithm = "fused"
+            following = chunks_per_rank is not None or trace
+            if algorithm not in (None, "fused") and following:
+                raise InvalidArgument('chunks_per_rank and trace are for algorithm="fused"')
             if trace and self.product.library:
                 raise InvalidArgument("trace is of a kernel of tdx, not with library=True")
             *lead, self._depth = self.shape_a
@@ -149,10 +149,11 @@ class AllGatherMatmul(Plan):
             if chunks_per_rank is None:
                 chunks_per_rank = gather_chunks(world.backend, nbytes, line, size - 1)
             chunks = check_int(chunks_per_rank, "chunks_per_rank", 1, tdl.MAX_WAIT_ANY // size)
+            more = {"trace": trace, "row_scales": self._row_scales, "chunks_per_rank": chunks}
             shared.update(a=self.shape_a, count_b=len(self.shapes_b), given_algorithm=algorithm)
-            shared.update(self.product.shared(config), row_scales=self._row_scales)
+            shared.update(shared_options(self, self.product, config, self._widest, product, **more))
             self.agree_on(shared)
-            self.algorithm = algorithm or self._choose(nbytes, chunks, config)
+            self.algorithm = algorithm or self._choose(nbytes, chunks, config, following)
             check_config(config, "" if self.algorithm == "unfused" else self.algorithm)
             parts = 1 if self.algorithm == "unfused" else size
             rows = self._rows * size // parts
@@ -167,14 +168,13 @@ class AllGatherMatmul(Plan):
                 usual = power_of_two(min(rows, constants(world.backend).tile[0]))
                 usual = config.block_m if config else usual
                 self._multiple = 1 if chunks == 1 else usual  # no ragged tile at a chunk's end
-                shared.update(chunks_per_rank=chunks)
         with self.preparation():
             self._build(chunks, buffer)
 
-    def _choose(self, nbytes: int, chunks: int, config: Config | None) -> str:
+    def _choose(self, nbytes: int, chunks: int, config: Config | None, following: bool) -> str:
         backend, rows, size = self.world.backend, self._rows, self.group.size
-        if splits(config):
-            return "unfused"
+        if following or splits(config):
+            return "fused" if following else "unfused"
         engines = size > 1 and nbytes // chunks >= constants(backend).engine_bytes
         if self.product.library:
             return "fused" if engines and not follows(backend, rows, nbytes, size) else "unfused"

@@ -111,6 +111,7 @@ class MatmulAllReduce(ReducedProduct):
         that it runs.
     config : tdx.kernels.matmul.Config, optional
         Pins the tile, and with it the bits of the result; for "copy_engine" with block_m <= 512.
+        As all options alike on every rank.
     team : Team, optional
         The ranks that take part; None: all of the world.
     buffer : bool

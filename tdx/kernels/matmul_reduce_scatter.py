@@ -60,7 +60,6 @@ from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_t
 from tdx.kernels.tiles import splits
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
-from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["ALGORITHMS", "Fused", "MatmulReduceScatter", "matmul_reduce_scatter"]
 
@@ -195,7 +194,7 @@ class MatmulReduceScatter(ReducedProduct):
         None: chosen by the size. An error of "unfused" may name the
         reduce_scatter that it runs.
     config : tdx.kernels.matmul.Config, optional
-        Pins the tile, and with it the bits of the result; for "fused" with block_m <= 512.
+        Pins the tile, and with it the bits; for "fused" with block_m <= 512. Alike on every rank.
     team : Team, optional
         The ranks that take part; None: all of the world.
     buffer : bool
@@ -221,14 +220,10 @@ class MatmulReduceScatter(ReducedProduct):
     operation = "matmul_reduce_scatter"
     algorithms = ALGORITHMS
     with_library = ("fused", "unfused")
+    splits_rows = True
 
     def _choose(self, config: Config | None, algorithm: str | None) -> tuple[Config, str]:
         first, rows, size = self.shape_a[0], elements(self.shape_a[:-1]), self.group.size
-        if first % size:
-            remedy = "pad it" if rows % size else f"give it as ({rows}, {self.shape_a[-1]})"
-            raise InvalidArgument(
-                f"a's first axis, {first}, is no multiple of the {size} ranks; {remedy}"
-            )
         self._rows = rows // size
         depth, columns = self.shape_b
         self.out_shape = (first // size, *self.shape_a[1:-1], columns)

@@ -102,13 +102,15 @@ def known_by(
     kind: type[Plan], args: tuple[Any, ...], options: Mapping[str, Any], *more: Any
 ) -> tuple[Any, ...]:
     """What a plan is kept under: the same however a dtype is spelled."""
-    for name in ("out_dtype", "partial_dtype"):
+    for name in ("partial_dtype", "out_dtype"):  # usually that of the output, and that of the input
         given = options.get(name)
         if given is not None:
             with contextlib.suppress(DtypeError):  # the plan raises it
-                dtype = dtypes.resolve(given)
-                usual = name == "out_dtype" and dtype == kind.usual_result(args[-1])
-                options = {**options, name: None if usual else dtype}
+                dtype, other = dtypes.resolve(given), None
+                if name == "partial_dtype":
+                    other = options.get("out_dtype")
+                usual = kind.usual_result(args[-1]) if other is None else dtypes.resolve(other)
+                options = {**options, name: None if dtype == usual else dtype}
     return (kind, *args, *options.values(), *more)
 
 

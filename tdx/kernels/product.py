@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,7 @@ from tdx.kernels.operand import Operand, check_operand, operand
 from tdx.kernels.plan import Plan
 from tdx.kernels.plan_cache import check_recording, remembered
 from tdx.kernels.select import constants
-from tdx.kernels.tiles import FLOAT8_DEPTH, Config, check_config, choose_tile
+from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
 from tdx.runtime import dtypes
 from tdx.runtime.checks import check_bool
 from tdx.runtime.driver.base import Described
@@ -257,20 +257,6 @@ class Product:
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }
-
-    def shared(self, config: Config | None) -> dict[str, Any]:
-        """What ranks agree on of the options of a plan, with the `config` that it is given."""
-        check_config(config)
-        same = {
-            "dtype": self.dtype, "bias": self.bias, "activation": self.activation,
-            "out_dtype": self.out_dtype, "library": self.library,
-        }  # fmt: skip
-        if self.precision != "ieee":
-            same["precision"] = self.precision
-        if config is not None:
-            values = (f"{name} {value}" for name, value in asdict(config).items())
-            same["config"] = f"[{', '.join(values)}]"
-        return same
 
     # ---- operands of a call
     def check(self, a: Operand, b: Operand, k: int, n: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, flattened
 from tdx.kernels.plan import Plan, plain_shape
 from tdx.kernels.product import Product
-from tdx.kernels.tiles import Config
+from tdx.kernels.tiles import Config, check_config
 from tdx.runtime.checks import check_flag
 from tdx.runtime.errors import InvalidArgument
 from tdx.runtime.group import Group
@@ -27,12 +27,14 @@ __all__ = [
     "options_of",
     "product_of",
     "shapes_of",
+    "shared_options",
     "takes_options",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OF_PRODUCTS = inspect.getfullargspec(Product.make).kwonlyargs
+_DEFAULTS = inspect.getfullargspec(Product.make).kwonlydefaults or {}
 
 
 @dataclass(kw_only=True)
@@ -106,6 +108,30 @@ def product_of(plan: Plan, dtype: Any, options: Mapping[str, Any]) -> Product:
     if not options.keys() <= {*_OF_PRODUCTS}:
         raise _unknown(type(plan), options)
     return Product.make(plan.world, dtype, **{**options, "bias": bias})
+
+
+def shared_options(
+    plan: Plan, product: Product, config: Config | None, columns: int, options: Mapping[str, Any],
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What ranks agree on of `options`, as product_of takes them, `config` and those in `more`.
+
+    Raises what this rank can tell of `config` alone, for a product of so many columns.
+    """
+    check_config(config)
+    tile = None
+    if config is not None:
+        product.tile(config, plan.world, 1, columns, 1)
+        shown = asdict(config)
+        sides = " x ".join(str(shown.pop(name)) for name in ("block_m", "block_n", "block_k"))
+        tile = ", ".join([sides, *(f"{name} {value}" for name, value in shown.items())])
+    flags = ("allow_tf32", "fast_accum", "tune")
+    given = [name for name in flags if options.get(name, _DEFAULTS[name])]
+    return {
+        "dtype": product.dtype, "out_dtype": product.out_dtype, "bias": product.bias,
+        "activation": product.activation, "library": product.library, **more,
+        "flags": f"[{', '.join(given)}]", "config": tile and f"[{tile}]",
+    }  # fmt: skip
 
 
 def shapes_of(a: tuple[int, ...], b: Any) -> tuple[bool, list[tuple[int, ...]]]:

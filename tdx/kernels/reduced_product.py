@@ -24,6 +24,7 @@ from tdx.kernels.product_options import (
     given_operand,
     given_rows,
     product_of,
+    shared_options,
     takes_options,
 )
 from tdx.runtime import dtypes
@@ -59,6 +60,7 @@ class ReducedProduct(Plan):
     algorithms: ClassVar[tuple[str, ...]]
     with_library: ClassVar[tuple[str, ...]]  # those of them that cuBLAS can multiply for
     usual_result = staticmethod(usual_output)
+    splits_rows: ClassVar[bool] = False  # does each rank get a part of a's first axis?
     same_tile: bool  # do ranks meet tile by tile?
     out_shape: tuple[int, ...]
     _way: Way
@@ -88,10 +90,12 @@ class ReducedProduct(Plan):
             check_library(world, self.partial_product, config, algorithm, self.with_library)
             self.pinned = config
             self._has_library: bool | None = None
-            shared.update(
-                a=(*self.shape_a[:-1], "K"), n=self.shape_b[1], given_algorithm=algorithm,
-                **self.product.shared(config), partial_dtype=self.partial_dtype,
+            asked = shared_options(
+                self, self.product, config, self.shape_b[1], product,
+                partial_dtype=self.partial_dtype,
             )  # fmt: skip
+            shared.update(a=(*self.shape_a[:-1], "K"), n=self.shape_b[1])
+            shared.update(given_algorithm=algorithm, **asked)
             self.agree_on(shared)
             self.config, self.algorithm = self._choose(config, algorithm)
             self.result = (self.out_shape, out)
@@ -193,6 +197,12 @@ class ReducedProduct(Plan):
             )
         if self.shape_a[-1] != self.shape_b[0]:
             raise InvalidArgument(f"a {self.shape_a} and b {self.shape_b} differ in K")
+        first, rows, size = self.shape_a[0], elements(self.shape_a[:-1]), self.group.size
+        if self.splits_rows and first % size:
+            remedy = "pad it" if rows % size else f"give it as ({rows}, {self.shape_a[-1]})"
+            raise InvalidArgument(
+                f"a's first axis, {first}, is no multiple of the {size} ranks; {remedy}"
+            )
 
     def _sizes(self, strides: Sequence[int]) -> tuple[int, ...]:
         """The product of operands with these strides: see Product.described."""

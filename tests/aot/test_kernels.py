@@ -249,7 +249,7 @@ def test_threads_that_share_words_meet_before_results_are_stored(compiler, case)
 @pytest.mark.parametrize(("case", "target"), TAKEN)
 def test_floats_are_not_added_in_any_order(outcome_of, case, target):
     """By atomic operations: bits would depend on which block comes first."""
-    adds = r"(atom|red)\.\S*\.(b?f16(x2)?|f32|f64)\b|atomic_\w*_b?f(16|32|64)"
+    adds = r"(atom|red)\.\S*\.(b?f16(x2)?|f32|f64)\b|(atomic|ds_\w*add)_\w*b?f(16|32|64)"
     assert not positions(outcome_of(case, target).code, adds)
 
 

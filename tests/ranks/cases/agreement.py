@@ -223,8 +223,12 @@ def case_options_of_products_that_differ(world, operation):
         ("bias", np.ones(8, np.float32), "bias: False on rank 0, True on rank 1$"),
         ("activation", "relu", "activation: None on rank 0, relu on rank 1$"),
         ("out_dtype", "bfloat16", "out_dtype: float32 on rank 0, bfloat16 on rank 1"),
-        ("allow_tf32", True, "precision: nothing on rank 0, tf32 on rank 1$"),
-        ("config", Config(16, 16, 32), "config: nothing on rank 0, .block_m 16, block_n 16, block"),
+        ("allow_tf32", True, r"flags: \[\] on rank 0, \[allow_tf32\] on rank 1$"),
+        (
+            "config",
+            Config(16, 16, 32),
+            r"config: None on rank 0, \[16 x 16 x 32, .*\] on rank 1$",
+        ),
         ("library", False, "library: None on rank 0, False on rank 1$"),
     ):
         world.plans.clear()

@@ -147,7 +147,7 @@ def case_flags_are_true_or_false(world, name):
     call = partial(tdx.all_gather_matmul, x, y)
     if name == "trace":
         call = partial(tdx.AllGatherMatmul, world, (4, 8), (8, 2), "float32")
-    for wrong in ("no", 1, x):
+    for wrong in ("no", 3, x):
         with pytest.raises(InvalidArgument, match=f"^{name}=.* must be True or False$"):
             call(**{name: wrong})
     call(**{name: np.bool_(True)})
@@ -204,12 +204,12 @@ def case_rows_of_tiles_that_are_counted_in_32_bits(world):
 @worlds(2)
 def case_ranks_agree_on_what_they_use(world):
     make = partial(tdx.AllGatherMatmul, world, (48, 16), (16, 16), "float32")
-    words = r"config: \[block_m 16,.* on rank 0, \[block_m 32,.* on rank 1$"
+    words = r"config: \[16 x 16 x 16,.* on rank 0, \[32 x 16 x 16,.* on rank 1$"
     with pytest.raises(CollectiveMismatch, match=words):
         make(config=Config(16 << world.rank, 16, 16, num_warps=4))
     with pytest.raises(CollectiveMismatch, match=r"chunks_per_rank: 1 on rank 0, 2 on rank 1$"):
         make(algorithm="fused", chunks_per_rank=1 + world.rank)
-    with pytest.raises(CollectiveMismatch, match="given_algorithm: None on rank 0, fused on rank"):
+    with pytest.raises(CollectiveMismatch, match=r"They differ in trace: False on rank 0, True on"):
         make(trace=bool(world.rank))
 
 
