@@ -288,11 +288,13 @@ def case_out_over_an_operand(world):
         lambda: tdx.matmul(a, b, out=b),
         lambda: tdx.matmul(a, b, bias=row, out=out),
         lambda: tdx.matmul_all_reduce(a, b, bias=row, out=out),
-        lambda: gather(a[:16], [b, b], [outs[0], outs[0]]),
+        lambda: gather(a[:16], [b, b], [outs[0], b[: 16 * world.size]]),
         lambda: added(x, shifted, residual=residual),
     ):
         with pytest.raises(InvalidArgument, match="overlaps an operand"):
             call()
+    with pytest.raises(InvalidArgument, match=r"out 1 \(shape .* overlaps another out: "):
+        gather(a[:16], [b, b], [outs[0], outs[0]])
     tdx.matmul(a, b, bias=bias, out=out)
     added(x, residual, residual=residual)
     assert_same_bits(residual.numpy(), np.full(64, world.size + 1, np.float32))
