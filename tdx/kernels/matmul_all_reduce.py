@@ -259,8 +259,9 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
     Parameters
     ----------
     a : tdx array, or array of NumPy or a DLPack producer
-        (..., K_local) of this rank; (...) is the same on every rank. K_local may differ, but where
-        it changes from one call to the next it changes on all ranks: each then makes a plan.
+        (..., K_local) of this rank, copied where matmul copies it; (...) is the same on every rank.
+        K_local may differ, but where it changes from one call to the next it changes on all ranks:
+        each then makes a plan.
     b : array
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}

@@ -122,15 +122,15 @@ def shared_options(
     tile = None
     if config is not None:
         product.tile(config, plan.world, 1, columns, 1)
-        shown = asdict(config)
-        sides = " x ".join(str(shown.pop(name)) for name in ("block_m", "block_n", "block_k"))
-        tile = ", ".join([sides, *(f"{name} {value}" for name, value in shown.items())])
+        fields = asdict(config)
+        sides = " x ".join(str(fields.pop(name)) for name in ("block_m", "block_n", "block_k"))
+        tile = f"[{sides}, {', '.join(f'{name} {value}' for name, value in fields.items())}]"
     flags = ("allow_tf32", "fast_accum", "tune")
     given = [name for name in flags if options.get(name, _DEFAULTS[name])]
     return {
         "dtype": product.dtype, "out_dtype": product.out_dtype, "bias": product.bias,
         "activation": product.activation, "library": product.library, **more,
-        "flags": f"[{', '.join(given)}]", "config": tile and f"[{tile}]",
+        "flags": f"[{', '.join(given)}]", "config": tile,
     }  # fmt: skip
 
 
