@@ -1,7 +1,7 @@
-"""All-reduce with a residual and RMS norm in one, against NCCL with torch's norm.
+"""All-reduce with a residual and RMS norm in one, against NCCL's or ours with torch's norm.
 
-Each rank has M rows of N elements. `all_reduce` is ours alone; `cost` is what the fused operation
-takes in units of it.
+Each rank has M rows of N elements. `all_reduce` is ours alone, to memory that is not symmetric;
+`cost` is what the fused operation takes in units of it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ ALGORITHMS = (
     "low_latency", "low_latency_two_shot", "one_shot", "two_shot", "unfused", "unfused_two_shot",
 )  # fmt: skip
 DTYPES = tuple(BOUNDS)
+_PEERS = ("nccl+library", "tdx+library")
 COLUMNS = (
-    "M", "N", "nccl+library", "all_reduce", *ALGORITHMS, "chosen", "algorithm", "gap", "cost",
+    "M", "N", *_PEERS, "all_reduce", *ALGORITHMS, "chosen", "algorithm", "gap", "cost",
     "floor", "% of floor", "ratio",
 )  # fmt: skip
 _LIMITS = {
@@ -59,8 +60,10 @@ def _row(bench: Bench, m: int, n: int) -> dict[str, Any]:
 
     row: dict[str, Any] = {"M": m, "N": n}
     compared = bench.comparison(row)
-    compared.peers(bench.peers.products.all_reduce_rms_norm(x, w, r, _EPS, out), result)
-    alone = partial(tdx.AllReduce(world, (m, n), dtype), x, reduced)
+    reduction = tdx.AllReduce(world, (m, n), dtype)
+    makers = bench.peers.products.all_reduce_rms_norm(x, w, r, _EPS, out, reduction)
+    compared.peers(makers, result)
+    alone = partial(reduction, x, reduced)
     compared.ours("all_reduce", alone, Result(reduced, lines, columns, total[:, columns]))
     make = partial(tdx.AllReduceRmsNorm, world, (m, n), dtype, residual=True, eps=_EPS)
     for algorithm in bench.algorithms(ALGORITHMS):
@@ -74,6 +77,6 @@ def _row(bench: Bench, m: int, n: int) -> dict[str, Any]:
     compared.time()
     row["cost"] = row["chosen"] / row["all_reduce"]
     sent = 2 * (world.size - 1) / world.size * x.nbytes
-    bench.rate(row, ALGORITHMS, ("nccl+library",), sent)
+    bench.rate(row, ALGORITHMS, _PEERS, sent)
     row["algorithm"], row["chosen_host"] = algorithm_of(plan), host_time(world, fused)
     return row

@@ -70,6 +70,7 @@ from tdx.runtime.world import World
 __all__ = ["AllReduceRmsNorm", "Config", "all_reduce_rms_norm"]
 
 _DTYPES = ("float16", "bfloat16", "float32")
+_STEP_BYTES = 16 << 20  # of all rows, above which a second step hides norms
 _MOST_COLUMNS = 1 << 16  # a block holds a row in its registers
 
 
@@ -199,9 +200,8 @@ class AllReduceRmsNorm(Plan):
             slots = (self.workspace("slots", (2 * sizes[0] * VECTOR,), kind),)
         else:
             kernel, sizes = two_shot_kernel, self._steps()
-            _, tasks, steps = sizes
-            named["SLOTS"] = 2 if steps == 1 else 4  # see shards.py
-            places = (named["SLOTS"] * ranks * tasks * columns,)
+            tasks = sizes[1]
+            places = (2 * ranks * tasks * columns,)  # two slots
             slots = tuple(self.workspace(name, places, kind) for name in ("shards", "results"))
         blocks = self.blocks_for(tasks, config.blocks)
         if config.algorithm == "two_shot":
@@ -217,8 +217,11 @@ class AllReduceRmsNorm(Plan):
     def _steps(self) -> tuple[int, int, int]:
         """Rows of a shard, rows of it that go in a step, and steps; see shards.Steps."""
         shard = -(-self._rows // self.group.size)
-        slot_bytes = _slot_bytes(self._rows, self._columns, self.dtype, self.group.size)
-        step = -(-shard // max(fewest_steps(slot_bytes), self.config.steps or 1))
+        # of all shards, and of their results
+        slot_bytes = 2 * self.group.size * shard * self._columns * self.dtype.itemsize
+        nbytes = self._rows * self._columns * self.dtype.itemsize
+        least = self.config.steps or (1 if nbytes <= _STEP_BYTES else 2)
+        step = -(-shard // max(fewest_steps(slot_bytes, ahead=False), least))
         return shard, step, -(-shard // step)
 
     def __call__(
@@ -288,11 +291,6 @@ class AllReduceRmsNorm(Plan):
         return handle, (op, to, kept, scale, vector, whole)
 
 
-def _slot_bytes(rows: int, columns: int, dtype: np.dtype, ranks: int) -> int:
-    """Bytes of a slot of two_shot that takes all rows at once: shards and results."""
-    return 2 * ranks * -(-rows // ranks) * columns * dtype.itemsize
-
-
 def choose(
     backend: str, rows: int, columns: int, dtype: np.dtype, ranks: int, algorithm: str | None = None
 ) -> Config:
@@ -320,8 +318,7 @@ def choose(
         shares = ranks if algorithm.endswith("two_shot") else 1
         block, warps = low_latency_elements(backend, -(-rows * columns // shares), itemsize)
     else:
-        whole_shards = fewest_steps(_slot_bytes(rows, columns, dtype, ranks)) == 1
-        block, warps = row_block(backend, columns, itemsize, ranks, whole_shards)
+        block, warps = row_block(backend, columns, itemsize, ranks, algorithm == "two_shot")
     return Config(algorithm, block, warps, blocks=constants(backend).blocks)
 
 

@@ -189,13 +189,13 @@ def _reduce_piece(
 def _reduce_rows(
     own, slot, size, mine, out, kept, weight, bias, residual, rows, columns, world,
     EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
-    AT_ONCE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h of this block's rows, to all ranks: to the first hop while reducing.
 
-    AT_ONCE: the own norms follow at once, so that their stores hide behind those to peers.
+    The own norms follow at once, so that their stores hide behind those to peers.
     """
-    KEPT: tl.constexpr = RANKS > 2 or PIECES > 1 or not AT_ONCE
+    KEPT: tl.constexpr = RANKS > 2 or PIECES > 1
     me = tdl.rank(world)
     theirs = tdl.symm_at(mine, (me + 1) % RANKS, world)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -206,12 +206,12 @@ def _reduce_rows(
                 residual + begin, piece, columns, world, HAS_BIAS, HAS_RESIDUAL, RANKS, KEPT,
                 BLOCK,
             )  # fmt: skip
-            if AT_ONCE and PIECES == 1:
+            if PIECES == 1:
                 _normalise(
                     (h,), (), out + begin, kept + begin, weight, columns, True,
                     EPS, HAS_RESIDUAL, False, PIECES, BLOCK,
                 )  # fmt: skip
-        if AT_ONCE and PIECES > 1:  # the registers hold no whole row beside all ranks' pieces
+        if PIECES > 1:  # the registers hold no whole row beside all ranks' pieces
             program_barrier()  # what is read now was stored by other threads
             row = _load_row(mine + begin, columns, True, PIECES, BLOCK)
             _normalise(
@@ -224,53 +224,61 @@ def _reduce_rows(
 
 
 @triton.jit
-def _place(
-    turn, me, size, columns, shard, first, rows, step, mine, task,
-    OTHERS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Of the block's row number `task`, of `mine` of each rank: where it is, in a slot from `turn`
-    on and in the results, and whether there is one.
-    """
-    peer = (me + RANKS - OTHERS + task // mine) % RANKS
-    index = tl.program_id(0).to(tl.int64) + task % mine * tl.num_programs(0)
-    there = index < part_length(peer, shard, rows, first, step)
-    return turn + peer * size + index * columns, (peer * shard + first + index) * columns, there
+def _push_rows(
+    x, slot, world, rows, columns, shard, step, first, RANKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Push this block's rows from row `first` of every other rank's shard to its `slot`."""
+    me = tdl.rank(world).to(tl.int64)
+    for hop in range(1, RANKS):
+        peer = (me + hop) % RANKS
+        source = x + (peer * shard + first) * columns
+        count = part_length(peer, shard, rows, first, step)
+        _copy_rows(tdl.symm_at(slot, peer, world), source, count, columns, BLOCK)
 
 
 @triton.jit
-def _normalise_rows(
-    results, turn, out, kept, weight, me, size, rows, columns, shard, first, step,
-    EPS: tl.constexpr, KEEP: tl.constexpr, OTHERS: tl.constexpr, RANKS: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Bring the norms of this block's rows of the OTHERS last hops, and with KEEP the rows, to the
-    results: those of a step that begins at row `first` of each shard and is in the slot at `turn`.
-
-    Where nothing else hides its load, a row of one piece is loaded while the one before is worked
-    on.
+def _task(number, mine, me, rows, shard, step, first, RANKS: tl.constexpr):
+    """Of this block's rows, `mine` of each peer: whose number `number` is, which of a step, and
+    whether the step from row `first` of each shard has it.
     """
-    AHEAD: tl.constexpr = PIECES == 1 and OTHERS < RANKS
-    mine = tl.cdiv(tl.maximum(step - tl.program_id(0), 0), tl.num_programs(0))
-    tasks, most = mine * OTHERS, tl.maximum(mine, 1)
-    if AHEAD:
-        source, to, there = _place(
-            turn, me, size, columns, shard, first, rows, step, most, 0, OTHERS, RANKS
-        )
-        row = _load_row(results + source, columns, there & (tasks > 0), PIECES, BLOCK)
+    peer = (me + 1 + number // mine) % RANKS
+    index = tl.program_id(0).to(tl.int64) + number % mine * tl.num_programs(0)
+    return peer, index, index < part_length(peer, shard, rows, first, step)
+
+
+@triton.jit
+def _push_and_normalise(
+    x, slot, found, out, kept, weight, world, size, rows, columns, shard, step, first, home,
+    EPS: tl.constexpr, KEEP: tl.constexpr, RANKS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_push_rows`, and the norms of peers' rows from row `home` of each shard, with KEEP also the
+    rows, from the slot `found` to the results: stores to peers and local ones hide each other.
+
+    A row is loaded while the one before is worked on.
+    """
+    me = tdl.rank(world).to(tl.int64)
+    mine = tl.cdiv(step - tl.program_id(0), tl.num_programs(0))  # a step has a row for each block
+    tasks = mine * (RANKS - 1)
+    peer, index, there = _task(0, mine, me, rows, shard, step, home, RANKS)
+    row = _load_row(found + peer * size + index * columns, columns, there, PIECES, BLOCK)
     for task in range(0, tasks):
-        source, place, more = _place(
-            turn, me, size, columns, shard, first, rows, step, most, task + AHEAD, OTHERS, RANKS
-        )
-        following = _load_row(
-            results + source, columns, more & (task + AHEAD < tasks), PIECES, BLOCK
-        )
-        if not AHEAD:
-            row, to, there = following, place, more
+        sent = index < part_length(peer, shard, rows, first, step)
+        source = x + (peer * shard + first + index) * columns
+        pushed = _load_row(source, columns, sent, PIECES, BLOCK)
+        owner, place, more = _task(task + 1, mine, me, rows, shard, step, home, RANKS)
+        more = more & (task + 1 < tasks)
+        following = _load_row(found + owner * size + place * columns, columns, more, PIECES, BLOCK)
+        to = tdl.symm_at(slot, peer, world) + index * columns
+        for piece in tl.static_range(PIECES):
+            at = piece * BLOCK + tl.arange(0, BLOCK)
+            tl.store(to + at, pushed[piece], mask=(at < columns) & sent)
+        begin = (peer * shard + home + index) * columns
         _normalise(
-            row, (), out + to, kept + to, weight, columns, there, EPS, KEEP, False, PIECES, BLOCK
-        )
-        if AHEAD:
-            row, to, there = following, place, more
+            row, (), out + begin, kept + begin, weight, columns, there,
+            EPS, KEEP, False, PIECES, BLOCK,
+        )  # fmt: skip
+        peer, index, there, row = owner, place, more, following
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -278,15 +286,13 @@ def two_shot_kernel(
     x, out, kept, weight, bias, residual, staging, results, signals, channel, world,
     rows, columns, shard, step, steps,
     EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
-    SLOTS: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Push step s, reduce step s - 1, normalise step s - 2: `step` of a shard's rows at a time.
+    """Push step s and normalise the peers' rows of step s - 1; reduce and normalise own ones of s.
 
-    Own rows of a single step are normalised as they are reduced; of several, peers wait for the
-    next ones. `signals` is as in two_shot.py. A slot has a place of `step` rows for each rank.
+    A step is of `step` of a shard's rows, and a slot has a place of as many for each rank: two
+    slots, because nobody works ahead (see shards.py). `signals` is as in two_shot.py.
     """
-    AT_ONCE: tl.constexpr = SLOTS == 2
-    OTHERS: tl.constexpr = RANKS - 1 if AT_ONCE else RANKS
     columns = known(columns, EVEN)
     size = tl.cast(step, tl.int64) * columns
     me = tdl.rank(world).to(tl.int64)
@@ -294,39 +300,35 @@ def two_shot_kernel(
     reduced = pushed + RANKS
     first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
     ok = (steps > 0) & tdl.no_fault(world)
-    for s in range(0, steps + 2):
+    for s in range(0, steps + 1):
         now = first + s
-        if s < steps:
+        turn = (now & 1).to(tl.int64) * RANKS * size
+        before = RANKS * size - turn
+        slot = staging + turn + me * size
+        row = me * shard + s * step
+        if s == 0:
             if ok:
-                slot = staging + ((now & (SLOTS - 1)).to(tl.int64) * RANKS + me) * size
-                for hop in range(1, RANKS):
-                    peer = (me + hop) % RANKS
-                    count = part_length(peer, shard, rows, s * step, step)
-                    source = x + (peer * shard + s * step) * columns
-                    _copy_rows(tdl.symm_at(slot, peer, world), source, count, columns, BLOCK)
+                _push_rows(x, slot, world, rows, columns, shard, step, 0, RANKS, BLOCK)
+        else:
+            ok = tdl.wait_all(reduced, RANKS, world, now) & ok
+            if RANKS > 1:  # noqa: SIM102  # this alone is known to the compiler
+                if ok:
+                    _push_and_normalise(
+                        x, slot, results + before, out, kept, weight, world, size, rows, columns,
+                        shard, step, s * step, (s - 1) * step, EPS, HAS_RESIDUAL, RANKS, PIECES,
+                        BLOCK,
+                    )  # fmt: skip
+        if s < steps:
             notify_ranks(pushed, world, now + 1, ok)
-        if (s >= 1) & (s <= steps):
-            turn = ((now - 1) & (SLOTS - 1)).to(tl.int64) * RANKS * size
-            row = me * shard + (s - 1) * step
-            count = part_length(me, shard, rows, (s - 1) * step, step)
-            ok = tdl.wait_all(pushed, RANKS, world, now) & ok
+            ok = tdl.wait_all(pushed, RANKS, world, now + 1) & ok
             if ok:
                 _reduce_rows(
                     x + row * columns, staging + turn, size, results + turn + me * size,
                     out + row * columns, kept + row * columns, weight, bias,
-                    residual + row * columns, count, columns, world,
-                    EPS, HAS_BIAS, HAS_RESIDUAL, RANKS, AT_ONCE, PIECES, BLOCK,
+                    residual + row * columns, part_length(me, shard, rows, s * step, step),
+                    columns, world, EPS, HAS_BIAS, HAS_RESIDUAL, RANKS, PIECES, BLOCK,
                 )  # fmt: skip
-            notify_ranks(reduced, world, now, ok)
-        if s >= 2:
-            turn = ((now - 2) & (SLOTS - 1)).to(tl.int64) * RANKS * size
-            ok = tdl.wait_all(reduced, RANKS, world, now - 1) & ok
-            if OTHERS > 0:  # noqa: SIM102  # this alone is known to the compiler
-                if ok:
-                    _normalise_rows(
-                        results, turn, out, kept, weight, me, size, rows, columns, shard,
-                        (s - 2) * step, step, EPS, HAS_RESIDUAL, OTHERS, RANKS, PIECES, BLOCK,
-                    )  # fmt: skip
+            notify_ranks(reduced, world, now + 1, ok)
 
 
 def bind_two_kernels(

@@ -269,16 +269,16 @@ def shard_block(
 
 
 def row_block(
-    backend: str, columns: int, itemsize: int, ranks: int, whole: bool = False
+    backend: str, columns: int, itemsize: int, ranks: int, pushed: bool = False
 ) -> tuple[int, int]:
-    """Elements of a row that a block handles at a time, and its warps. `whole`: in one step."""
+    """Elements of a row that a block handles at a time, and its warps. `pushed`: and passes on."""
     row = max(8, power_of_two(columns))
     if backend == "host":
         return row, 8
+    # fewer threads, which meet for each row, are faster where links are slower than they
+    threads = 256 if pushed or columns * itemsize <= 4 << 10 else 512
     # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes
-    few = whole and ranks <= 2  # fewer threads, which meet for each row, are faster
-    threads = 256 if few or columns * itemsize <= 4 << 10 else 512
-    piece = (64 if few else 32) // (1 if ranks <= 4 else 2)
+    piece = (64 if pushed and ranks <= 2 else 32) // (1 if ranks <= 4 else 2)
     return min(row, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
 
 

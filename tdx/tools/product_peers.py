@@ -63,9 +63,9 @@ class Products:
         return {}
 
     def all_reduce_rms_norm(
-        self, x: Array, weight: Array, residual: Array, eps: float, out: Array
+        self, x: Array, weight: Array, residual: Array, eps: float, out: Array, reduction: Any
     ) -> Makers:
-        """x, residual and out (M, N), weight (N,)."""
+        """x, residual and out (M, N), weight (N,); `reduction` is a plan of tdx for x."""
         return {}
 
 
@@ -241,20 +241,29 @@ class TorchProducts(Products):
         return {"nccl+library": nccl, "tdx+library": ours, "symm+library": symm}
 
     def all_reduce_rms_norm(
-        self, x: Array, weight: Array, residual: Array, eps: float, out: Array
+        self, x: Array, weight: Array, residual: Array, eps: float, out: Array, reduction: Any
     ) -> Makers:
-        def nccl() -> Way:
-            values, scale, rest, to = self._tensors(x, weight, residual, out)
-            values = values.clone()  # reduced in place: only the first call's result is right
+        def way(values: Any, collective: Callable[[], Any]) -> Way:
+            scale, rest, to = self._tensors(weight, residual, out)
             norm = self._torch.nn.functional.rms_norm
 
             def call() -> Any:
-                self._dist.all_reduce(values)
+                collective()
                 return norm(values + rest, scale.shape, scale, eps)
 
             return self._recorded(call, to.copy_)
 
-        return {"nccl+library": nccl}
+        def nccl() -> Way:
+            (values,) = self._tensors(x)
+            values = values.clone()  # reduced in place: only the first call's result is right
+            return way(values, partial(self._dist.all_reduce, values))
+
+        def ours() -> Way:
+            (values,) = self._tensors(reduction(x))  # its own buffer
+            stream = self._torch.cuda.current_stream
+            return way(values, lambda: reduction(x, stream=stream()))
+
+        return {"nccl+library": nccl, "tdx+library": ours}
 
     def _product(self, a: Array, b: Array, out: Array) -> Callable[[], Any]:
         return self._multiplied(*self._tensors(a, b, out))

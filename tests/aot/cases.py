@@ -62,8 +62,8 @@ def _norm(algorithm: str, dtype: str, columns: int = 8192, ranks: int = 4, **cho
     from tdx.kernels.select import row_block
 
     size = 2 if dtype == "bfloat16" else 4
-    block, warps = row_block("cuda", columns, size, ranks, chosen.get("SLOTS") == 2)
-    values = {"SLOTS": 4, "PIECES": -(-columns // block), "BLOCK": block, **chosen}
+    block, warps = row_block("cuda", columns, size, ranks, algorithm == "two_shot")
+    values = {"PIECES": -(-columns // block), "BLOCK": block, **chosen}
     return _norm_call(f"rms_norm_kernels.{algorithm}", dtype, columns, ranks, warps, values)
 
 
@@ -239,8 +239,10 @@ CASES = {
     "words-scatter-bf16": _shards("reduce_scatter.low_latency_kernel", "bfloat16"),
     "norm-one_shot": _norm("one_shot", "bfloat16"),
     "norm-one_shot-fp32-odd": _norm("one_shot", "float32", 5001, HAS_RESIDUAL=False),
-    "norm-two_shot": _norm("two_shot", "bfloat16", SLOTS=2),
-    "norm-two_shot-2": _norm("two_shot", "bfloat16", ranks=2, SLOTS=2),
+    "norm-two_shot": _norm("two_shot", "bfloat16"),
+    "norm-two_shot-2": _norm("two_shot", "bfloat16", ranks=2),
+    "norm-two_shot-4096": _norm("two_shot", "bfloat16", 4096),
+    "norm-two_shot-fp32": _norm("two_shot", "float32"),
     "norm-two_shot-8": _norm("two_shot", "bfloat16", ranks=8),
     "norm-rows": _norm("rows", "bfloat16", ranks=1),
     "norm-rows-pieces": _norm("rows", "float32", 65001, ranks=1),
@@ -333,7 +335,8 @@ def product_job(kernel: str, dtype: str, target: str, **chosen) -> Job:
 
 
 def _job(kernel: str, types, constants, options, target: str) -> Job:
-    if target in AMD and options["num_warps"] >= 16:
+    norm = kernel.startswith("rms_norm_kernels")  # whose tile select.py has for other threads
+    if target in AMD and (norm or options["num_warps"] >= 16):
         # as many threads: waves are twice as wide
         options = {**options, "num_warps": options["num_warps"] // 2}
     module, name = kernel.split(".")
