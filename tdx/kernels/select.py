@@ -143,8 +143,8 @@ _H200 = {
     "low_latency": Cost(2.4, 285e3), "low_latency_two_shot": Cost(5.0, 335e3),
     "one_shot": Cost(8.0, 330e3), "two_shot": Cost(8.8, 360e3, 0.2), "push": Cost(4.6, 350e3, 0.7),
     "norm_low_latency": Cost(3.9, 290e3), "norm_low_latency_two_shot": Cost(4.7, 320e3),
-    "norm_unfused": Cost(5.0, 260e3), "norm_unfused_two_shot": Cost(8.2, 320e3),
-    "norm_one_shot": Cost(6.5, 295e3, 0.85), "norm_two_shot": Cost(7.7, 316e3, 1.2),
+    "norm_unfused": Cost(5.0, 260e3), "norm_unfused_two_shot": Cost(8.2, 310e3),
+    "norm_one_shot": Cost(6.5, 295e3, 0.85), "norm_two_shot": Cost(7.6, 325e3, 1.3),
 }  # fmt: skip
 COSTS: dict[str, dict[str, Cost]] = {
     "cuda": _H200,

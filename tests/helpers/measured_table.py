@@ -34,8 +34,8 @@ _PAGE = """# Products and norms, all rows
 µs, from the files in this folder, which `tdx bench` has written. What columns mean, and how it was
 measured, is in [README.md](README.md#how-it-is-measured). The floor is the longer of `library` and
 what links need; ratio: the best sequence of a product and a collective, of anybody, in the same
-run, over `chosen`; of norms NCCL's all-reduce and torch's norm are the sequence. cost: `chosen`
-over the all-reduce alone.
+run, over `chosen`; of norms an all-reduce and torch's norm are the sequence. cost: `chosen` over
+the all-reduce alone.
 """
 
 

@@ -176,8 +176,8 @@ def test_norms_follow_the_size():
     assert chosen(16, 4096, 2) == chosen(1, 8192, 2) == chosen(16, 8192, 2) == "low_latency"
     assert chosen(1, 8192, 4) == chosen(4, 8192, 4) == "low_latency"
     assert chosen(16, 8192, 4) == chosen(32, 8192, 4) == "low_latency_two_shot"
-    assert {chosen(rows, 8192, 4) for rows in (64, 128, 256)} == {"unfused_two_shot"}
-    assert chosen(512, 8192, 4) == "two_shot"
+    assert {chosen(rows, 8192, 4) for rows in (64, 128)} == {"unfused_two_shot"}
+    assert chosen(256, 8192, 4) == chosen(512, 8192, 4) == "two_shot"
     assert chosen(64, 8192, 2) == chosen(128, 8192, 2) == chosen(128, 4096, 2) == "unfused"
     assert chosen(256, 8192, 2) == "one_shot"
     assert chosen(16, 32768, 2) == "one_shot"  # a row is more than a block has registers for

@@ -85,7 +85,7 @@ def case_sequences_for_several_b(world):
             attempt()
     assert not any(out.numpy().any() for out in call(bias=[None, None]))
     plan = tdx.AllGatherMatmul(world, (4, 8), [(8, 2), (8, 2)], "float32", bias=True)
-    for bias in (None, [z(2, "f4"), None]):
+    for bias in (None, [world.zeros(2, "float32"), None]):
         with pytest.raises(InvalidArgument, match="with bias=True: pass one, or one for each of"):
             plan(x, [y, y], bias=bias)
     rows = np.arange(4, dtype=np.float32).reshape(2, 2)
