@@ -11,7 +11,7 @@ low_latency           The same by pushed words of data and flag: 2 * (W - 1) * S
                       meeting. Up to 16 ranks and 4 MiB, of rows padded to 64 bytes.
 two_shot              Rank r adds the rows of shard r and pushes h to all, who normalise all rows:
                       2 * (W - 1) / W * S bytes out, two hops, as many bytes as the all-reduce
-                      alone. Pushes, steps and slots as shards.py has them where ranks work ahead.
+                      alone. Pushes go as shards.py has them, a step is reduced before the next.
 low_latency_two_shot  The same by words of data and flag, but that each rank adds its columns of all
                       rows: twice the bytes, no signals. Limits as above, of columns of a rank
                       padded to 64 bytes.
@@ -52,14 +52,15 @@ from tdx.kernels.results import Results
 from tdx.kernels.rms_norm_kernels import bind_two_kernels, one_shot_kernel, two_shot_kernel
 from tdx.kernels.rms_norm_words import bind_words, word_bytes
 from tdx.kernels.select import (
+    HELD_ROW_BYTES,
     STAGING_BYTES,
+    STEP_BYTES,
     cheapest,
     constants,
     row_block,
     row_words,
     takes_low_latency,
 )
-from tdx.kernels.shards import fewest_steps
 from tdx.runtime import dtypes
 from tdx.runtime.array import Array
 from tdx.runtime.checks import as_float, check_flag
@@ -70,8 +71,8 @@ from tdx.runtime.world import World
 __all__ = ["AllReduceRmsNorm", "Config", "all_reduce_rms_norm"]
 
 _DTYPES = ("float16", "bfloat16", "float32")
-_STEP_BYTES = 16 << 20  # of all rows, above which a second step hides norms
-_MOST_COLUMNS = 1 << 16  # a block holds a row in its registers
+_ONE_STEP_BYTES = 16 << 20  # of all rows; of more a second step hides norms of the first
+_MOST_COLUMNS = 1 << 16  # a row is one block's
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ class AllReduceRmsNorm(Plan):
         else:
             kernel, sizes = two_shot_kernel, self._steps()
             tasks = sizes[1]
-            places = (2 * ranks * tasks * columns,)  # two slots
+            places = (ranks * tasks * columns,)
+            named["HELD"] = columns * kind.itemsize <= HELD_ROW_BYTES
             slots = tuple(self.workspace(name, places, kind) for name in ("shards", "results"))
         blocks = self.blocks_for(tasks, config.blocks)
         if config.algorithm == "two_shot":
@@ -215,13 +217,11 @@ class AllReduceRmsNorm(Plan):
         )  # fmt: skip
 
     def _steps(self) -> tuple[int, int, int]:
-        """Rows of a shard, rows of it that go in a step, and steps; see shards.Steps."""
+        """Rows of a shard, rows of it that go in a step, and steps."""
         shard = -(-self._rows // self.group.size)
-        # of all shards, and of their results
-        slot_bytes = 2 * self.group.size * shard * self._columns * self.dtype.itemsize
         nbytes = self._rows * self._columns * self.dtype.itemsize
-        least = self.config.steps or (1 if nbytes <= _STEP_BYTES else 2)
-        step = -(-shard // max(fewest_steps(slot_bytes, ahead=False), least))
+        least = self.config.steps or (1 if nbytes <= _ONE_STEP_BYTES else 2)
+        step = -(-shard // max(-(-nbytes // STEP_BYTES), least))
         return shard, step, -(-shard // step)
 
     def __call__(

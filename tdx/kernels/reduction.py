@@ -57,7 +57,7 @@ class ReductionConfig:
         Most blocks; None: as many as there are tasks for. Never more than are resident together.
     steps : int, optional
         Least number of pieces in which shards pass through the staging memory, for algorithms
-        that push shards; None: as few as the bound of that memory allows.
+        that push shards; None: as many as are fast. More where that memory would be too large.
     """
 
     algorithm: str

@@ -93,15 +93,35 @@ def _normalise(
             tl.store(kept + at, row[piece], mask=mask)
 
 
+@triton.jit
+def _normalise_stored(
+    h, out, kept, weight, columns, when,
+    EPS: tl.constexpr, KEEP: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same of a row in memory, read twice: registers do not hold the longest; out may be h."""
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for piece in range(PIECES):
+        at = piece * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(h + at, mask=(at < columns) & when, other=0.0).to(tl.float32)
+        squares += value * value
+    scale = norm_scale(tl.sum(squares), columns, EPS)
+    for piece in range(PIECES):
+        at = piece * BLOCK + tl.arange(0, BLOCK)
+        mask = (at < columns) & when
+        row = tl.load(h + at, mask=mask, other=0.0)
+        factor = tl.load(weight + at, mask=at < columns, other=0.0).to(tl.float32)
+        value = row.to(tl.float32) * scale * factor
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+        if KEEP:
+            tl.store(kept + at, row, mask=mask)
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def rows_kernel(
     h, out, weight, world, rows, columns,
     EPS: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalise the rows of h, which no peer has a part in; out may be h.
-
-    A row of several pieces is read twice: registers do not hold the longest that are taken.
-    """
+    """Normalise the rows of h, which no peer has a part in; out may be h."""
     columns = known(columns, EVEN)
     sound = tdl.no_fault(world)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -114,18 +134,10 @@ def rows_kernel(
                 EPS, False, True, PIECES, BLOCK,
             )  # fmt: skip
         else:
-            squares = tl.zeros((BLOCK,), tl.float32)
-            for piece in range(PIECES):
-                at = piece * BLOCK + tl.arange(0, BLOCK)
-                value = tl.load(h + begin + at, mask=at < columns, other=0.0).to(tl.float32)
-                squares += value * value
-            scale = norm_scale(tl.sum(squares), columns, EPS)
-            for piece in range(PIECES):
-                at = piece * BLOCK + tl.arange(0, BLOCK)
-                value = tl.load(h + begin + at, mask=at < columns, other=0.0).to(tl.float32)
-                factor = tl.load(weight + at, mask=at < columns, other=0.0).to(tl.float32)
-                value = (value * scale * factor).to(out.dtype.element_ty)
-                tl.store(out + begin + at, value, mask=(at < columns) & sound)
+            _normalise_stored(
+                h + begin, out + begin, out + begin, weight, columns, sound,
+                EPS, False, PIECES, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -189,7 +201,7 @@ def _reduce_piece(
 def _reduce_rows(
     own, slot, size, mine, out, kept, weight, bias, residual, rows, columns, world,
     EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """h of this block's rows, to all ranks: to the first hop while reducing.
 
@@ -213,11 +225,17 @@ def _reduce_rows(
                 )  # fmt: skip
         if PIECES > 1:  # the registers hold no whole row beside all ranks' pieces
             program_barrier()  # what is read now was stored by other threads
-            row = _load_row(mine + begin, columns, True, PIECES, BLOCK)
-            _normalise(
-                row, (), out + begin, kept + begin, weight, columns, True,
-                EPS, HAS_RESIDUAL, False, PIECES, BLOCK,
-            )  # fmt: skip
+            if HELD:
+                row = _load_row(mine + begin, columns, True, PIECES, BLOCK)
+                _normalise(
+                    row, (), out + begin, kept + begin, weight, columns, True,
+                    EPS, HAS_RESIDUAL, False, PIECES, BLOCK,
+                )  # fmt: skip
+            else:
+                _normalise_stored(
+                    mine + begin, out + begin, kept + begin, weight, columns, True,
+                    EPS, HAS_RESIDUAL, PIECES, BLOCK,
+                )  # fmt: skip
     program_barrier()  # what is pushed on was stored by other threads
     for hop in range(2, RANKS):
         _copy_rows(tdl.symm_at(mine, (me + hop) % RANKS, world), mine, rows, columns, BLOCK)
@@ -239,7 +257,7 @@ def _push_rows(
 @triton.jit
 def _task(number, mine, me, rows, shard, step, first, RANKS: tl.constexpr):
     """Of this block's rows, `mine` of each peer: whose number `number` is, which of a step, and
-    whether the step from row `first` of each shard has it.
+    whether the step from row `first` of each shard has it. Behind the last come own rows.
     """
     peer = (me + 1 + number // mine) % RANKS
     index = tl.program_id(0).to(tl.int64) + number % mine * tl.num_programs(0)
@@ -247,33 +265,54 @@ def _task(number, mine, me, rows, shard, step, first, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _push_and_normalise(
-    x, slot, found, out, kept, weight, world, size, rows, columns, shard, step, first, home,
+def _normalise_peers(
+    results, out, kept, weight, world, size, rows, columns, shard, step, done,
     EPS: tl.constexpr, KEEP: tl.constexpr, RANKS: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`_push_rows`, and the norms of peers' rows from row `home` of each shard, with KEEP also the
-    rows, from the slot `found` to the results: stores to peers and local ones hide each other.
-
-    A row is loaded while the one before is worked on.
+    """The norms of peers' rows of the step from row `done` of each shard, with KEEP also the rows,
+    from their slot to the results.
     """
     me = tdl.rank(world).to(tl.int64)
     mine = tl.cdiv(step - tl.program_id(0), tl.num_programs(0))  # a step has a row for each block
+    for task in range(0, mine * (RANKS - 1)):
+        peer, index, there = _task(task, mine, me, rows, shard, step, done, RANKS)
+        begin = (peer * shard + done + index) * columns
+        _normalise_stored(
+            results + peer * size + index * columns, out + begin, kept + begin, weight, columns,
+            there, EPS, KEEP, PIECES, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _push_and_normalise(
+    x, slot, results, out, kept, weight, world, size, rows, columns, shard, step, first, done,
+    EPS: tl.constexpr, KEEP: tl.constexpr, RANKS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_push_rows` of the step from row `first` on, if there is one, and `_normalise_peers`, row by
+    row: stores to peers and local ones hide each other, and the next row's load both.
+    """
+    me = tdl.rank(world).to(tl.int64)
+    mine = tl.cdiv(step - tl.program_id(0), tl.num_programs(0))
     tasks = mine * (RANKS - 1)
-    peer, index, there = _task(0, mine, me, rows, shard, step, home, RANKS)
-    row = _load_row(found + peer * size + index * columns, columns, there, PIECES, BLOCK)
+    peer, index, there = _task(0, mine, me, rows, shard, step, done, RANKS)
+    there = there & (tasks > 0)
+    row = _load_row(results + peer * size + index * columns, columns, there, PIECES, BLOCK)
     for task in range(0, tasks):
         sent = index < part_length(peer, shard, rows, first, step)
         source = x + (peer * shard + first + index) * columns
         pushed = _load_row(source, columns, sent, PIECES, BLOCK)
-        owner, place, more = _task(task + 1, mine, me, rows, shard, step, home, RANKS)
+        owner, place, more = _task(task + 1, mine, me, rows, shard, step, done, RANKS)
         more = more & (task + 1 < tasks)
-        following = _load_row(found + owner * size + place * columns, columns, more, PIECES, BLOCK)
+        following = _load_row(
+            results + owner * size + place * columns, columns, more, PIECES, BLOCK
+        )
         to = tdl.symm_at(slot, peer, world) + index * columns
         for piece in tl.static_range(PIECES):
             at = piece * BLOCK + tl.arange(0, BLOCK)
             tl.store(to + at, pushed[piece], mask=(at < columns) & sent)
-        begin = (peer * shard + home + index) * columns
+        begin = (peer * shard + done + index) * columns
         _normalise(
             row, (), out + begin, kept + begin, weight, columns, there,
             EPS, KEEP, False, PIECES, BLOCK,
@@ -286,47 +325,50 @@ def two_shot_kernel(
     x, out, kept, weight, bias, residual, staging, results, signals, channel, world,
     rows, columns, shard, step, steps,
     EPS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RANKS: tl.constexpr,
-    PIECES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Push step s and normalise the peers' rows of step s - 1; reduce and normalise own ones of s.
 
-    A step is of `step` of a shard's rows, and a slot has a place of as many for each rank: two
-    slots, because nobody works ahead (see shards.py). `signals` is as in two_shot.py.
+    A step is of `step` of a shard's rows, and a slot has a place of as many for each rank. One slot
+    of shards and one of results: who pushes a step knows that all have reduced the one before, and
+    who stores its results that all have normalised that. `signals` is as in two_shot.py. HELD:
+    registers hold three rows.
     """
     columns = known(columns, EVEN)
     size = tl.cast(step, tl.int64) * columns
     me = tdl.rank(world).to(tl.int64)
     pushed = signals + tl.program_id(0) * (2 * RANKS)
     reduced = pushed + RANKS
-    first = (tdl.epoch(channel) - 1) * steps  # steps of all calls before this one
+    before = (tdl.epoch(channel) - 1) * steps  # steps of all earlier calls
+    slot = staging + me * size
     ok = (steps > 0) & tdl.no_fault(world)
     for s in range(0, steps + 1):
-        now = first + s
-        turn = (now & 1).to(tl.int64) * RANKS * size
-        before = RANKS * size - turn
-        slot = staging + turn + me * size
-        row = me * shard + s * step
-        if s == 0:
-            if ok:
-                _push_rows(x, slot, world, rows, columns, shard, step, 0, RANKS, BLOCK)
-        else:
+        now = before + s
+        first = s * step
+        if s > 0:
             ok = tdl.wait_all(reduced, RANKS, world, now) & ok
-            if RANKS > 1:  # noqa: SIM102  # this alone is known to the compiler
-                if ok:
+            if ok:
+                if HELD:
                     _push_and_normalise(
-                        x, slot, results + before, out, kept, weight, world, size, rows, columns,
-                        shard, step, s * step, (s - 1) * step, EPS, HAS_RESIDUAL, RANKS, PIECES,
-                        BLOCK,
+                        x, slot, results, out, kept, weight, world, size, rows, columns, shard,
+                        step, first, first - step, EPS, HAS_RESIDUAL, RANKS, PIECES, BLOCK,
                     )  # fmt: skip
+                else:
+                    _normalise_peers(
+                        results, out, kept, weight, world, size, rows, columns, shard, step,
+                        first - step, EPS, HAS_RESIDUAL, RANKS, PIECES, BLOCK,
+                    )  # fmt: skip
+        if ok & ((s == 0) | (not HELD)):
+            _push_rows(x, slot, world, rows, columns, shard, step, first, RANKS, BLOCK)
         if s < steps:
             notify_ranks(pushed, world, now + 1, ok)
             ok = tdl.wait_all(pushed, RANKS, world, now + 1) & ok
             if ok:
+                begin = (me * shard + first) * columns
                 _reduce_rows(
-                    x + row * columns, staging + turn, size, results + turn + me * size,
-                    out + row * columns, kept + row * columns, weight, bias,
-                    residual + row * columns, part_length(me, shard, rows, s * step, step),
-                    columns, world, EPS, HAS_BIAS, HAS_RESIDUAL, RANKS, PIECES, BLOCK,
+                    x + begin, staging, size, results + me * size, out + begin, kept + begin,
+                    weight, bias, residual + begin, part_length(me, shard, rows, first, step),
+                    columns, world, EPS, HAS_BIAS, HAS_RESIDUAL, RANKS, PIECES, BLOCK, HELD,
                 )  # fmt: skip
             notify_ranks(reduced, world, now + 1, ok)
 

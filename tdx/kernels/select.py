@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 __all__ = [
-    "CONSTANTS", "COSTS", "LOW_LATENCY_BYTES", "MOST_ELEMENTS", "MOST_WARPS", "MOVEMENT",
-    "STAGING_BYTES", "STEPS_BYTES", "STEP_BYTES", "Movement", "block_bytes", "block_elements",
-    "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants", "engines_us",
-    "follows", "gather_algorithm", "gather_chunks", "movement_algorithm", "power_of_two",
-    "push_block", "push_tile", "row_block", "row_words", "shard_block", "shared_bytes",
-    "takes_low_latency",
+    "CONSTANTS", "COSTS", "HELD_ROW_BYTES", "LOW_LATENCY_BYTES", "MOST_ELEMENTS", "MOST_WARPS",
+    "MOVEMENT", "STAGING_BYTES", "STEPS_BYTES", "STEP_BYTES", "Movement", "block_bytes",
+    "block_elements", "broadcast_algorithm", "broadcast_round_bytes", "cheapest", "constants",
+    "engines_us", "follows", "gather_algorithm", "gather_chunks", "movement_algorithm",
+    "power_of_two", "push_block", "push_tile", "row_block", "row_words", "shard_block",
+    "shared_bytes", "takes_low_latency",
 ]  # fmt: skip
 
 # what words of data and flag are for; of all ranks' blocks slots take 16 / 7 * W times the bytes
@@ -127,6 +127,9 @@ STEPS_BYTES = 128 << 20  # the same where shards do so in several steps
 # of an array a step, where each step is reduced before the next one is pushed: of larger ones sums
 # hide less, and blocks drift apart, so that more than one rank sends to the same
 STEP_BYTES = 32 << 20
+
+
+HELD_ROW_BYTES = 32 << 10  # most bytes of a row of which a block's registers hold three
 
 
 @dataclass(frozen=True)
@@ -271,14 +274,18 @@ def shard_block(
 def row_block(
     backend: str, columns: int, itemsize: int, ranks: int, pushed: bool = False
 ) -> tuple[int, int]:
-    """Elements of a row that a block handles at a time, and its warps. `pushed`: and passes on."""
+    """Elements of a row that a block handles at a time, and its warps.
+
+    `pushed`: who normalises rows also pushes rows. Then fewer threads, which meet sooner for each
+    row, still keep the links busy.
+    """
     row = max(8, power_of_two(columns))
     if backend == "host":
         return row, 8
-    # fewer threads, which meet for each row, are faster where links are slower than they
-    threads = 256 if pushed or columns * itemsize <= 4 << 10 else 512
+    threads = 256 if columns * itemsize <= (HELD_ROW_BYTES if pushed else 4 << 10) else 512
     # a thread has the pieces of all ranks in its registers: of 2 vectors of 16 bytes
-    piece = (64 if pushed and ranks <= 2 else 32) // (1 if ranks <= 4 else 2)
+    few = pushed and ranks <= 2 and threads == 256
+    piece = (64 if few else 32) // (1 if ranks <= 4 else 2)
     return min(row, threads * piece // itemsize), threads // (64 if backend == "hip" else 32)
 
 

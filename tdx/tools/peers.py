@@ -189,6 +189,10 @@ class TorchPeers(TimedPeers):
         shared.copy_(x)
         return shared
 
+    def stream(self) -> Any:
+        """PyTorch's current stream."""
+        return self.torch.cuda.current_stream()
+
     def recorded(self, call: Callable[[], Any], calls: int) -> Callable[[], None]:
         """What replays `calls` calls on the world's stream, recorded by PyTorch."""
         torch = self.torch

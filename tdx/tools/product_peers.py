@@ -260,8 +260,7 @@ class TorchProducts(Products):
 
         def ours() -> Way:
             (values,) = self._tensors(reduction(x))  # its own buffer
-            stream = self._torch.cuda.current_stream
-            return way(values, lambda: reduction(x, stream=stream()))
+            return way(values, lambda: reduction(x, stream=self._peers.stream()))
 
         return {"nccl+library": nccl, "tdx+library": ours}
 

@@ -59,11 +59,13 @@ def _shards(kernel: str, dtype: str, ranks: int = 4, world: str = "world", **cho
 
 def _norm(algorithm: str, dtype: str, columns: int = 8192, ranks: int = 4, **chosen):
     """A kernel of rms_norm_kernels.py as select.py would have it for rows of `columns`."""
-    from tdx.kernels.select import row_block
+    from tdx.kernels.select import HELD_ROW_BYTES, row_block
 
     size = 2 if dtype == "bfloat16" else 4
     block, warps = row_block("cuda", columns, size, ranks, algorithm == "two_shot")
     values = {"PIECES": -(-columns // block), "BLOCK": block, **chosen}
+    if algorithm == "two_shot":
+        values["HELD"] = columns * size <= HELD_ROW_BYTES
     return _norm_call(f"rms_norm_kernels.{algorithm}", dtype, columns, ranks, warps, values)
 
 
@@ -243,6 +245,9 @@ CASES = {
     "norm-two_shot-2": _norm("two_shot", "bfloat16", ranks=2),
     "norm-two_shot-4096": _norm("two_shot", "bfloat16", 4096),
     "norm-two_shot-fp32": _norm("two_shot", "float32"),
+    "norm-two_shot-16384": _norm("two_shot", "bfloat16", 16384),
+    "norm-two_shot-2-32768": _norm("two_shot", "bfloat16", 32768, ranks=2),
+    "norm-two_shot-fp32-65536-8": _norm("two_shot", "float32", 65536, ranks=8),
     "norm-two_shot-8": _norm("two_shot", "bfloat16", ranks=8),
     "norm-rows": _norm("rows", "bfloat16", ranks=1),
     "norm-rows-pieces": _norm("rows", "float32", 65001, ranks=1),
@@ -335,7 +340,7 @@ def product_job(kernel: str, dtype: str, target: str, **chosen) -> Job:
 
 
 def _job(kernel: str, types, constants, options, target: str) -> Job:
-    norm = kernel.startswith("rms_norm_kernels")  # whose tile select.py has for other threads
+    norm = kernel.startswith("rms_norm_kernels")  # of which select.py gives AMD half the warps
     if target in AMD and (norm or options["num_warps"] >= 16):
         # as many threads: waves are twice as wide
         options = {**options, "num_warps": options["num_warps"] // 2}

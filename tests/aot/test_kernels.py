@@ -21,6 +21,7 @@ VARIANTS = [
     "words-two_shot-wide", "words-two_shot-alike", "low_latency-added-bf16", "norm-rows-pieces",
     "scatter-2", "scatter-fp32-8", "scatter-odd", "scatter-ragged", "norm-one_shot-fp32-odd",
     "norm-two_shot-2", "norm-two_shot-8", "norm-two_shot-4096", "norm-two_shot-fp32",
+    "norm-two_shot-16384", "norm-two_shot-2-32768", "norm-two_shot-fp32-65536-8",
     "words-norm-many-bf16", "words-norm-2-bf16",
     "words-norm-fp32-8", "words-norm-16-bf16", "words-norm-pieces", "words-norm-two_shot-many",
     "words-norm-two_shot-2", "words-norm-two_shot-8", "words-norm-two_shot-pieces", "pull-odd",
@@ -50,8 +51,9 @@ MOVING_VECTORS = [
     "two_shot-bf16-8", "two_shot-fp32-team", "two_shot-copy", "two_shot-copy-2", "two_shot-buffer",
     "two_shot-root", "scatter-bf16", "scatter-fp32-8", "norm-one_shot", "norm-two_shot",
     "norm-two_shot-2", "norm-two_shot-8", "norm-two_shot-4096", "norm-two_shot-fp32",
-    "pull", "push", "push-all", "push-one", "broadcast-chain", "broadcast-scatter", "two_shot-2",
-    "sum", "take", "take-rows", "one_kernel-bf16", "one_kernel-fp8",
+    "norm-two_shot-16384", "norm-two_shot-2-32768", "norm-two_shot-fp32-65536-8", "pull", "push",
+    "push-all", "push-one", "broadcast-chain", "broadcast-scatter", "two_shot-2", "sum", "take",
+    "take-rows", "one_kernel-bf16", "one_kernel-fp8",
 ]  # fmt: skip
 GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,

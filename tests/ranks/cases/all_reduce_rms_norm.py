@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import tdx
+from tdx.kernels import all_reduce_rms_norm as norms
 from tdx.kernels import rms_norm_kernels
 from tdx.kernels.all_reduce_rms_norm import Config
 from tdx.runtime.errors import CollectiveMismatch, DtypeError, InvalidArgument
@@ -143,6 +144,50 @@ def case_blocks_pieces_and_steps(world, dtype):
             everybody = tdx.all_gather(y[None]).numpy()
             for other in everybody:
                 assert_same_bits(other, first, (algorithm, block, "ranks"))
+
+
+@worlds(1, 2, 4)
+@pytest.mark.parametrize(("columns", "dtype"), [(8200, "float32"), (20001, "bfloat16")])
+def case_rows_of_which_registers_hold_no_three(world, columns, dtype):
+    """In one step and in several, in results of its own and over x and the residual."""
+    shape = (9, columns)
+    given = inputs(range(world.size), shape, dtype)
+    weight, _, residual = extras(shape, dtype)
+    h, w = reduced(given, residual=residual), world.array(weight)
+    for steps in (None, 3):
+        usual = norms.choose(world.backend, *shape, h.dtype, world.size, "two_shot")
+        config = Config("two_shot", usual.block, usual.num_warps, 2, steps)
+        plan = tdx.AllReduceRmsNorm(world, shape, dtype, residual=True, config=config)
+        for over in (False, True, True):
+            x, r = world.array(given[world.rank]), world.array(residual)
+            y, kept = plan(x, w, *((x, r) if over else ()), residual=r)
+            check_norm(y.numpy(), h, weight, 1e-6, (steps, over))
+            assert_same_bits(kept.numpy(), h, (steps, over))
+
+
+@worlds(1, 2, 3)
+def case_large_arrays_go_in_steps(world):
+    """Two steps above a size, and as many as keep the slots within theirs."""
+    shape = (24, 32)  # 3 KiB
+    given = inputs(range(world.size), shape, "float32")
+    weight, _, residual = extras(shape, "float32")
+    x, w, r = (world.array(v) for v in (given[world.rank], weight, residual))
+    h = reduced(given, residual=residual)
+    for one, most, least in ((3072, 3072, 1), (3071, 3072, 2), (3072, 1000, 4), (10, 100, 8)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(norms, "_ONE_STEP_BYTES", one)
+            patch.setattr(norms, "STEP_BYTES", most)
+            plan = tdx.AllReduceRmsNorm(
+                world, shape, "float32", residual=True, algorithm="two_shot"
+            )
+            shard, step, steps = plan._steps()
+        assert least <= steps <= shard
+        assert (steps - 1) * step < shard <= steps * step
+        assert most < 1000 or steps == least
+        for _ in range(3):
+            y, kept = plan(x, w, residual=r)
+            check_norm(y.numpy(), h, weight, 1e-6, (one, most))
+            assert_same_bits(kept.numpy(), h, (one, most))
 
 
 @worlds(2, 4)

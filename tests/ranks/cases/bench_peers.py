@@ -65,7 +65,7 @@ def torch_on_the_cpu(world):
     try:
         yield SimpleNamespace(
             torch=torch, dist=dist, symm=symm, group=dist.group.WORLD, queued=queued,
-            recorded=recorded,
+            recorded=recorded, stream=lambda: None,
         )  # fmt: skip
     finally:
         library._destroy()

@@ -268,6 +268,8 @@ def all_reduce_rms_norm(world, algorithm):
     rows, columns, ranks = 5, 200, world.size
     rounds = Rounds(world)
     shape, options = (rows, columns), {"residual": True, "algorithm": algorithm}
+    if algorithm == "two_shot in steps":
+        options = {"residual": True, "config": norm.Config("two_shot", 64, blocks=2, steps=3)}
     plan = tdx.AllReduceRmsNorm(world, shape, "float32", **options)
     x, residual, out, kept = (world.empty(shape, "float32", symmetric=False) for _ in range(4))
     weight = world.empty(columns, "float32", symmetric=False)
@@ -297,7 +299,7 @@ every_operation = pytest.mark.parametrize(
         *((all_gather_matmul, name) for name in gathered.ALGORITHMS),
         *((matmul_reduce_scatter, name) for name in scattered.ALGORITHMS),
         *((matmul_all_reduce, name) for name in summed.ALGORITHMS),
-        *((all_reduce_rms_norm, name) for name in norm.Config.algorithms),
+        *((all_reduce_rms_norm, name) for name in (*norm.Config.algorithms, "two_shot in steps")),
     ],
 )
 
