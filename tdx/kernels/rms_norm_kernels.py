@@ -336,7 +336,7 @@ def two_shot_kernel(
     """
     columns = known(columns, EVEN)
     size = tl.cast(step, tl.int64) * columns
-    me = tdl.rank(world).to(tl.int64)
+    me = tdl.rank(world)
     pushed = signals + tl.program_id(0) * (2 * RANKS)
     reduced = pushed + RANKS
     before = (tdl.epoch(channel) - 1) * steps  # steps of all earlier calls
@@ -364,7 +364,7 @@ def two_shot_kernel(
             notify_ranks(pushed, world, now + 1, ok)
             ok = tdl.wait_all(pushed, RANKS, world, now + 1) & ok
             if ok:
-                begin = (me * shard + first) * columns
+                begin = (me * shard + first).to(tl.int64) * columns
                 _reduce_rows(
                     x + begin, staging, size, results + me * size, out + begin, kept + begin,
                     weight, bias, residual + begin, part_length(me, shard, rows, first, step),
