@@ -4,11 +4,11 @@ Every rank multiplies its A (M, K_local) by its B (K_local, N).
 
 one_shot     One kernel. Its persistent blocks push each partial tile to all ranks as soon as it is
              finished, with a signal, and add all ranks' partials of every tile as they arrive.
-             (W - 1) * M * N elements out, one hop, for few rows of two ranks.
-two_shot     One kernel. Each tile has one owner. A rank computes the next ranks' tiles first and
-             its own last, then adds the partials of its own tiles, pushes the finished tiles to
-             all, and takes what the other owners push. 2 * (W - 1) / W * M * N elements out, two
-             hops.
+             (W - 1) * M * N elements out, one hop, for small results of two ranks.
+two_shot     One kernel. Each tile has one owner. A rank computes the next ranks' tiles first, whose
+             partials travel meanwhile, and its own last, which it sums as they are computed and
+             pushes to all; then it takes what the other owners push. 2 * (W - 1) / W * M * N
+             elements out, two hops.
 copy_engine  Each rank owns rows. Partials go to their owners as in matmul_reduce_scatter.py, where
              an own tile is summed as it is computed; copy engines send a chunk of own rows to all
              as soon as its tiles are summed. A second kernel takes what the others send. As many
@@ -23,8 +23,8 @@ Partial sums travel in the output's dtype, or in float32 with partial_dtype="flo
 Config are the same on every run, rank and for all algorithms: each partial is one block's sum over
 K, rounded once, and the ranks' partials are added in float32 from rank 0 upwards. No atomics.
 
-Ordering: see summed_tiles.py. Copy engines write with the credit that a rank gives as it enters a
-call.
+Ordering: see summed_tiles.py and owned_tiles.py. Copy engines write with the credit that a rank
+gives as it enters a call.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tdx.kernels.copy_push import CopyPush
 from tdx.kernels.copying import copy_share
 from tdx.kernels.matmul_reduce_scatter import Fused
 from tdx.kernels.operand import Operand, elements
+from tdx.kernels.owned_tiles import OwnedTiles
 from tdx.kernels.product import Config, least_us
 from tdx.kernels.product_first import ProductFirst
 from tdx.kernels.product_options import ProductOptions, options_of, takes_options
@@ -57,11 +58,13 @@ from tdx.runtime.driver.base import Bound
 __all__ = ["ALGORITHMS", "MatmulAllReduce", "matmul_all_reduce"]
 
 ALGORITHMS = ("one_shot", "two_shot", "copy_engine", "unfused")
-# Measured on H100s. Of four, H200s too: as many times what copies to all take is the least time of
-# products that copy engines are for, and bytes of a result from which one kernel gains. Of two:
-# rows and columns up to which none does. Of float8: rows from which cuBLAS multiplies first.
-_SHORT, _FEW_BYTES = 1.7, 8 << 20
-_FEW_OF_TWO, _FIRST = ((16, 1 << 20), (256, 4096)), 512
+# As many times what copies to all take is the least time of products that copy engines are for: of
+# two H200s, and of four, H100s and H200s, before own tiles were summed as they are computed.
+_SHORT_OF_TWO, _SHORT = 2.7, 1.7
+# Bytes of a result from which one kernel gains, of four; of two rows and columns up to which none
+# does, and bytes up to which all sum all. Of float8: rows from which cuBLAS multiplies first.
+_FEW_BYTES, _FEW_OF_TWO = 8 << 20, ((16, 1 << 20), (256, 4096))
+_MOST_OF_ALL, _FIRST = 8 << 20, 512
 
 
 @triton.jit(do_not_specialize=["rows", "whole", "columns", "chunks"])
@@ -162,8 +165,11 @@ class MatmulAllReduce(ReducedProduct):
                 algorithm = "copy_engine"
             elif self.product.library or self._is_first(owned * size):
                 algorithm = "unfused"
+            elif size > 2 or backend == "host":
+                algorithm = cheapest(backend, sent, size)
             else:
-                algorithm = "one_shot" if size == 1 else cheapest(backend, sent, size)
+                few = size == 1 or owned * size <= _MOST_OF_ALL
+                algorithm = "one_shot" if few else "two_shot"
         self.same_tile = algorithm in sent
         if algorithm == "copy_engine":
             check_fused(config, algorithm, limits.gathered_rows)
@@ -180,16 +186,17 @@ class MatmulAllReduce(ReducedProduct):
         return k if unanimous(self.group, self.call, k % 16 == 0) else k | 1
 
     def _is_short(self, owned: int) -> bool:
-        """Whether products hardly hide the copies of `owned` bytes to all of several peers, twice.
+        """Whether products hardly hide the copies of `owned` bytes to all peers, twice.
 
-        The products of a phase hide one hop of it, and the other of the phase before. Ranks vote:
-        their K may differ.
+        Of several peers the products of a phase hide one hop of it, and the other of the phase
+        before. Ranks vote: their K may differ.
         """
         backend, size, (k, n) = self.world.backend, self.group.size, self.shape_b
-        if size == 2:
+        if size == 2 and self.product.scaled:  # not measured
             return False
         product_us = least_us(self.world, self.dtype.itemsize, self._rows, n, k)
-        short = product_us < _SHORT * engines_us(backend, (size - 1) * owned)
+        most = (_SHORT_OF_TWO if size == 2 else _SHORT) * engines_us(backend, (size - 1) * owned)
+        short = product_us < most
         return unanimous(self.group, self.call, short)
 
     def _is_first(self, nbytes: int) -> bool:
@@ -210,7 +217,9 @@ class MatmulAllReduce(ReducedProduct):
             return ProductFirst(self, AllReduce)
         if self.algorithm == "copy_engine":
             return _CopyEngine(self)
-        return SummedTiles(self, whole=self.algorithm == "one_shot")
+        if self.algorithm == "two_shot":
+            return OwnedTiles(self)
+        return SummedTiles(self)
 
 
 class _CopyEngine(Fused):

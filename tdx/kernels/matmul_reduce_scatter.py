@@ -56,7 +56,14 @@ from tdx.kernels.scattered_rows import (
 )
 from tdx.kernels.select import follows
 from tdx.kernels.summed_tiles import SummedTiles
-from tdx.kernels.tile_product import grouped_tile, known, known_strides, store_tile, tile_product
+from tdx.kernels.tile_product import (
+    grouped_tile,
+    known,
+    known_strides,
+    quarters,
+    store_tile,
+    tile_product,
+)
 from tdx.kernels.tiles import splits
 from tdx.runtime.array import Array
 from tdx.runtime.driver.base import Bound
@@ -128,7 +135,7 @@ def fused_kernel(
         if owner == me:
             ok = tdl.wait_all(credit, ranks, world, tl.load(epoch)) & ok  # to name who is late
             ok = wait_each(signals + row * BM // CHUNK, ranks, chunks, world, epoch, ok)
-        pieces = _quarters(total, BM, BN) if PIECES == 4 else (total,)
+        pieces = quarters(total, BM, BN) if PIECES == 4 else (total,)
         for i in tl.static_range(PIECES):  # with as much fewer registers
             _put(
                 own, bias, pieces[i], partials, outgoing, row, col * PIECES + i, rows, count,
@@ -143,18 +150,6 @@ def fused_kernel(
     begin = first // phase if PHASED else 0
     for chunk in range(begin, tl.cdiv(last, phase) if PHASED else chunks):
         wait_each(signals + chunk, ranks, chunks, world, epoch, sound)  # see copy_push.py
-
-
-@triton.jit
-def _quarters(x, BM: tl.constexpr, BN: tl.constexpr):
-    """Columns of a tile, from left to right."""
-    left, right = _halves(x, BM, BN)
-    return _halves(left, BM, BN // 2) + _halves(right, BM, BN // 2)
-
-
-@triton.jit
-def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
-    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -265,7 +260,7 @@ class MatmulReduceScatter(ReducedProduct):
         if self.algorithm == "low_latency":
             return LowLatencyProduct(self)
         if self.algorithm == "one_kernel":
-            return SummedTiles(self, whole=True, scattered=True)
+            return SummedTiles(self, scattered=True)
         return Fused(self, self._rows)
 
 

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "finish_tile", "grouped_tile", "known", "known_strides", "store_tile", "tile_product",
+    "finish_tile", "grouped_tile", "known", "known_strides", "quarters", "store_tile",
+    "tile_product",
 ]  # fmt: skip
 
 # Tensor cores of sm_89 and sm_90 sum products of float8 in less than float32: so much of the depth
@@ -144,6 +145,18 @@ def finish_tile(
 
 
 @triton.jit
+def quarters(x, BM: tl.constexpr, BN: tl.constexpr):
+    """Columns of a tile, from left to right."""
+    left, right = _halves(x, BM, BN)
+    return _halves(left, BM, BN // 2) + _halves(right, BM, BN // 2)
+
+
+@triton.jit
+def _halves(x, BM: tl.constexpr, BN: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(x, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def store_tile(
     c, total, bias, row, col, rows, columns, stride_cm, when,
     BM: tl.constexpr, BN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -152,8 +165,7 @@ def store_tile(
     """Bias, activation, one rounding, and the store of a tile; nothing unless `when`."""
     if SPLIT:
         # half of the registers
-        halves = tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1))
-        left, right = tl.split(halves)
+        left, right = _halves(total, BM, BN)
         _store(
             c, left, bias, row, 2 * col, rows, columns, stride_cm, when, BM, BN // 2,
             HAS_BIAS, ACTIVATION,

@@ -25,7 +25,7 @@ def product_call(
     values = {
         "BM": bm, "BN": bn, "BK": bk, "GROUP_M": 8, "HAS_BIAS": True, "ACTIVATION": "gelu_tanh",
         "A_UNIT": 1, "B_UNIT": b_unit, "EVEN": not any(extent % 16 for extent in shape[1:]),
-        "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "ONE_SHOT": False, "GATHERED": False, "TRACE": False,
+        "A_STEP": 1, "B_STEP": 1, "RANKS": 4, "GATHERED": False, "TRACE": False,
         "DESCRIBED": described, "PIECES": 4, "CHUNK": 1024, "SPLIT": 2,
         "OWN_CHUNK": 0, "PHASED": False, "WIDE": False, "PAIRS": size == 2, "SCATTERED": False,
         "BLOCK": 1024, "SAMPLES": 128, "PUSH": True, "UNIT": 16, "SCALED": size == 1, "SCALES": 256,
@@ -66,7 +66,7 @@ def product_call(
 RAGGED = {"shape": (4096, 4104, 4096)}
 FEW_ROWS = {"shape": (16, 7168, 8192)}
 SEVERAL_ROWS = {"shape": (128, 7168, 8192)}
-SCATTERED_ROWS = {"ONE_SHOT": True, "SCATTERED": True, **SEVERAL_ROWS}
+SCATTERED_ROWS = {"SCATTERED": True, **SEVERAL_ROWS}
 TWO_HALVES = {"shape": (256, 7168, 8192), "parts": 2}
 PRODUCTS = {
     "matmul-bf16": ("matmul.matmul_kernel", "bfloat16", {}),
@@ -96,16 +96,15 @@ PRODUCTS = {
     ),
     "scattered-fp32": ("matmul_reduce_scatter.fused_kernel", "float32", {}),
     "finish-bf16": ("product_first.finish_kernel", "bfloat16", {}),
-    "fused-bf16": ("summed_tiles.fused_kernel", "bfloat16", {}),
-    "fused-fp32": ("summed_tiles.fused_kernel", "float32", {}),
-    "fused-one_shot-ragged": (
-        "summed_tiles.fused_kernel",
-        "bfloat16",
-        {"ONE_SHOT": True, **RAGGED},
-    ),
+    "summed-bf16": ("summed_tiles.fused_kernel", "bfloat16", {}),
+    "summed-fp32": ("summed_tiles.fused_kernel", "float32", {}),
+    "summed-ragged": ("summed_tiles.fused_kernel", "bfloat16", RAGGED),
+    "summed-scattered": ("summed_tiles.fused_kernel", "bfloat16", SCATTERED_ROWS),
+    "owned-bf16": ("owned_tiles.owned_kernel", "bfloat16", {}),
+    "owned-fp32": ("owned_tiles.owned_kernel", "float32", {}),
+    "owned-ragged": ("owned_tiles.owned_kernel", "bfloat16", RAGGED),
     "words-product-bf16": ("low_latency_product.low_latency_kernel", "bfloat16", SEVERAL_ROWS),
     "words-product-fp32": ("low_latency_product.low_latency_kernel", "float32", SEVERAL_ROWS),
-    "fused-scattered": ("summed_tiles.fused_kernel", "bfloat16", SCATTERED_ROWS),
 }
 FLOAT8 = {
     "matmul-fp8": ("matmul.matmul_kernel", "float8_e4m3fn", {}),
@@ -116,7 +115,8 @@ FLOAT8 = {
         {"b_unit": 0},
     ),
     "scattered-fp8": ("matmul_reduce_scatter.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
-    "fused-fp8": ("summed_tiles.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
+    "summed-fp8": ("summed_tiles.fused_kernel", "float8_e4m3fn", {"b_unit": 0}),
+    "owned-fp8": ("owned_tiles.owned_kernel", "float8_e4m3fn", {"b_unit": 0}),
 }
 BY_DESCRIPTORS = {"described": True}
 DESCRIBED = {
@@ -165,6 +165,8 @@ DESCRIBED = {
         "bfloat16",
         {**BY_DESCRIPTORS, **SEVERAL_ROWS},
     ),
-    "fused-described": ("summed_tiles.fused_kernel", "bfloat16", BY_DESCRIPTORS),
+    "summed-described": ("summed_tiles.fused_kernel", "bfloat16", BY_DESCRIPTORS),
+    "owned-described": ("owned_tiles.owned_kernel", "bfloat16", BY_DESCRIPTORS),
+    "owned-described-2": ("owned_tiles.owned_kernel", "bfloat16", {"RANKS": 2, **BY_DESCRIPTORS}),
 }
 PRODUCTS |= FLOAT8 | DESCRIBED

@@ -27,7 +27,8 @@ VARIANTS = [
     "words-norm-two_shot-2", "words-norm-two_shot-8", "words-norm-two_shot-pieces", "pull-odd",
     "push-odd", "words-i16", "root-words-i8", "passed-words-i8", "broadcast-chain-odd",
     "broadcast-scatter-odd", "take-odd", "sum-whole", "take-rows", "matmul-gathered",
-    "consume-bf16-ragged", "one_kernel-ragged", "one_kernel-fp32", "scattered-fp32", "fused-fp32",
+    "consume-bf16-ragged", "one_kernel-ragged", "one_kernel-fp32", "scattered-fp32", "summed-fp32",
+    "owned-fp32", "owned-ragged", "summed-scattered",
     "words-product-fp32",
 ]  # fmt: skip
 TAKEN = [
@@ -44,7 +45,7 @@ WAITING = [
     "broadcast-scatter", "passed-words-i32", "two_shot-2", "barrier", "grant", "confirm", "take",
     "arrive", "sum", "sum-whole",
     "consume-bf16", "consume-fp32", "scattered-bf16", "norm-one_shot", "norm-two_shot",
-    "fused-bf16", "fused-one_shot-ragged", "one_kernel-bf16",
+    "summed-bf16", "summed-ragged", "owned-bf16", "owned-ragged", "one_kernel-bf16",
 ]  # fmt: skip
 MOVING_VECTORS = [
     "one_shot-bf16", "one_shot-fp32", "one_shot-fp32-team", "one_shot-avg", "two_shot-bf16",
@@ -102,7 +103,7 @@ def test_bodies_move_16_byte_vectors(outcome, case, target):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     "case", ["matmul-bf16", "matmul-bf16-bT", "consume-bf16", "scattered-bf16", "scattered-whole",
-             "fused-bf16", "one_kernel-bf16"],
+             "summed-bf16", "owned-bf16", "one_kernel-bf16"],
 )  # fmt: skip
 def test_products_use_tensor_cores_and_wide_loads(outcome, case, target):
     code = outcome.code
@@ -201,7 +202,7 @@ def test_products_of_gathered_rows_are_pipelined(outcome_of, case):
     "one_shot-bf16", "two_shot-bf16", "scatter-bf16", "pull", "push", "push-all", "root-words-i32",
     "broadcast-chain", "broadcast-scatter", "passed-words-i32", "two_shot-2", "put-signal",
     "enter", "grant", "grant-all", "scattered-bf16", "scattered-whole",
-    "norm-two_shot", "fused-bf16", "one_kernel-bf16",
+    "norm-two_shot", "summed-bf16", "owned-bf16", "one_kernel-bf16",
 ])  # fmt: skip
 def test_signals_release(outcome, case, target):
     pattern = r"(st|red|atom)\S*\.release|release\S*\.sys|buffer_wbl2 sc0 sc1"

@@ -15,6 +15,7 @@ KERNELS = {
     "gathering_product.gather_multiply_kernel": {"shape": (256, 7168, 8192), "parts": 2},
     "matmul_reduce_scatter.fused_kernel": {},
     "summed_tiles.fused_kernel": {},
+    "owned_tiles.owned_kernel": {},
     "low_latency_product.low_latency_kernel": FEW,
 }
 TAKEN = [

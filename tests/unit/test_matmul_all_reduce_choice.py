@@ -47,9 +47,11 @@ def chosen(monkeypatch):
         (4, (8192, 8192, 2048), "two_shot"), (4, (8192, 4096, 3584), "copy_engine"),
         (4, (16384, 4096, 3584), "copy_engine"), (4, (4096, 8192, 7168), "copy_engine"),
         (2, (1, 8192, 4096), "unfused"), (2, (16, 8192, 7168), "unfused"),
-        (2, (256, 4096, 2048), "unfused"), (2, (512, 4096, 2048), "two_shot"),
-        (2, (64, 8192, 4096), "one_shot"), (2, (256, 8192, 7168), "two_shot"),
-        (2, (8192, 4096, 1024), "copy_engine"), (2, (4096, 8192, 7168), "copy_engine"),
+        (2, (256, 4096, 2048), "unfused"), (2, (512, 4096, 2048), "one_shot"),
+        (2, (64, 8192, 4096), "one_shot"), (2, (512, 8192, 7168), "one_shot"),
+        (2, (2048, 4096, 1024), "two_shot"), (2, (1024, 8192, 7168), "two_shot"),
+        (2, (8192, 4096, 1024), "two_shot"), (2, (4096, 4096, 3584), "two_shot"),
+        (2, (8192, 8192, 3584), "copy_engine"), (2, (4096, 8192, 7168), "copy_engine"),
         (1, (64, 8192, 7168), "one_shot"),
     ],
 )  # fmt: skip
@@ -70,7 +72,8 @@ def test_ranks_vote_whether_products_are_short(chosen, monkeypatch):
         matmul_all_reduce, "unanimous", lambda group, call, own: votes.append(own) or False
     )
     assert chosen(4, 16384, 4096, 1024) == "copy_engine"
-    assert votes == [True]
+    assert chosen(2, 8192, 4096, 1024) == "copy_engine"
+    assert votes == [True, True]
 
 
 @pytest.mark.parametrize("others", [True, False])
