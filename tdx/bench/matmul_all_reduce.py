@@ -27,7 +27,7 @@ COLUMNS = (
     "M", "N", "K", "library", "matmul", *SEQUENCES, *ALGORITHMS, "chosen", "algorithm", "gap",
     "floor", "% of floor", "ratio",
 )  # fmt: skip
-_ONE_SHOT_ROWS = 512
+_ONE_SHOT_BYTES = 8 << 20  # of a result, for more it takes long
 
 
 def rows(bench: Bench) -> Iterator[dict[str, Any]]:
@@ -51,7 +51,7 @@ def _row(bench: Bench, m: int, n: int, k: int) -> dict[str, Any]:
     compared.peers(peers.matmul_all_reduce(a, b, product.out, result.out, reduction), result)
     compared.ours("tdx+matmul", lambda: reduction(matmul(), result.out), result)
     for algorithm in bench.algorithms(ALGORITHMS):
-        if algorithm == "one_shot" and m > _ONE_SHOT_ROWS:
+        if algorithm == "one_shot" and result.out.nbytes > _ONE_SHOT_BYTES:
             continue
         plan = tdx.MatmulAllReduce(world, a.shape, b.shape, dtype, algorithm=algorithm)
         fused = partial(plan, a, b, result.out, **summands.scales)

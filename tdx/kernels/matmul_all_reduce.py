@@ -165,11 +165,10 @@ class MatmulAllReduce(ReducedProduct):
                 algorithm = "copy_engine"
             elif self.product.library or self._is_first(owned * size):
                 algorithm = "unfused"
-            elif size > 2 or backend == "host":
-                algorithm = cheapest(backend, sent, size)
+            elif self._is_usual_of_two():
+                algorithm = "one_shot" if owned * size <= _MOST_OF_ALL else "two_shot"
             else:
-                few = size == 1 or owned * size <= _MOST_OF_ALL
-                algorithm = "one_shot" if few else "two_shot"
+                algorithm = cheapest(backend, sent, size)
         self.same_tile = algorithm in sent
         if algorithm == "copy_engine":
             check_fused(config, algorithm, limits.gathered_rows)
@@ -192,12 +191,18 @@ class MatmulAllReduce(ReducedProduct):
         before. Ranks vote: their K may differ.
         """
         backend, size, (k, n) = self.world.backend, self.group.size, self.shape_b
-        if size == 2 and self.product.scaled:  # not measured
+        if size == 2 and not self._is_usual_of_two():
             return False
         product_us = least_us(self.world, self.dtype.itemsize, self._rows, n, k)
         most = (_SHORT_OF_TWO if size == 2 else _SHORT) * engines_us(backend, (size - 1) * owned)
         short = product_us < most
         return unanimous(self.group, self.call, short)
+
+    def _is_usual_of_two(self) -> bool:
+        """Whether two ranks of GPUs sum 16 bits: no constants of other sums were measured."""
+        kinds = (self.dtype, self.partial_dtype, self.product.out_dtype)
+        two = self.group.size == 2 and self.world.backend != "host"
+        return two and all(kind.itemsize == 2 for kind in kinds)
 
     def _is_first(self, nbytes: int) -> bool:
         """Whether a product, then an all-reduce of `nbytes` take less time than one kernel."""

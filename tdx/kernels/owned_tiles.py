@@ -74,6 +74,16 @@ def _tell(tile, owned, arrived, finished, world, number, ok, RANKS: tl.constexpr
 
 
 @triton.jit
+def _wait_for_partials(local, arrived, world, number, RANKS: tl.constexpr):
+    """Wait until all peers have pushed their partials of own tile `local`."""
+    me = tdl.rank(world)
+    signals = arrived + local * RANKS
+    ok = tdl.wait_all(signals, me, world, number)
+    behind = me + 1
+    return tdl.wait_all(signals + behind, RANKS - behind, world, number, first_peer=behind) & ok
+
+
+@triton.jit
 def _put(
     c, bias, own, slots, stride, result, row, col, rows, columns, owner, world, ok,
     BM: tl.constexpr, BN: tl.constexpr, PITCH: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -91,11 +101,13 @@ def _put(
     if owner != me:
         tl.store(tdl.symm_at(slots + me * stride, owner, world) + at, value, mask=inside)
     else:
-        mine = value.to(tl.float32)
         total = tl.full((BM, BN), -0.0, tl.float32)  # with which a sum is the other summand
-        for peer in tl.static_range(RANKS):
-            part = tl.load(slots + peer * stride + at, mask=inside & (peer != me), other=-0.0)
-            total += tl.where(peer == me, mine, part.to(tl.float32))
+        for first in range(0, RANKS, 2):
+            for rank in tl.static_range(2):  # as many loads at a time
+                peer = first + rank
+                there = (peer < RANKS) & (peer != me)
+                part = tl.load(slots + peer * stride + at, mask=inside & there, other=-0.0)
+                total += tl.where(peer == me, value, part).to(tl.float32)
         total = finish_tile(total, bias, col, columns, BN, HAS_BIAS, ACTIVATION)
         finished = total.to(c.dtype.element_ty)
         for hop in range(1, RANKS):
@@ -134,7 +146,7 @@ def owned_kernel(
     slots = partials + (number & 1) * RANKS * stride
     begin = (me + 1) * owned
     begin = tl.where(begin < tiles, begin, 0)  # the last ranks may own nothing
-    before = -1  # the tile that was pushed last
+    before = 0 * begin - 1  # the tile that was pushed last
     ok = sound
     for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile = (begin + index) % tiles
@@ -151,13 +163,7 @@ def owned_kernel(
         part = slots + local.to(tl.int64) * TILE
         ok = sound
         if owner == me:
-            signals = arrived + local * RANKS
-            behind = me + 1
-            ok = tdl.wait_all(signals, me, world, number) & ok
-            ok = (
-                tdl.wait_all(signals + behind, RANKS - behind, world, number, first_peer=behind)
-                & ok
-            )
+            ok = _wait_for_partials(local, arrived, world, number, RANKS) & ok
         result = results + tile.to(tl.int64) * TILE
         pieces = quarters(total, BM, BN) if PIECES == 4 else (total,)
         for i in tl.static_range(PIECES):  # with as much fewer registers
@@ -169,6 +175,9 @@ def owned_kernel(
         before = tile
     if before >= 0:
         _tell(before, owned, arrived, finished, world, number, ok, RANKS)
+    mine = tl.minimum(owned, tiles - me * owned)
+    if (before // owned != me) & (mine > 0):  # to name who is late, not who waits for them too
+        _wait_for_partials(tl.program_id(0) % mine, arrived, world, number, RANKS)
     for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile = (begin + index) % tiles
         owner = tile // owned

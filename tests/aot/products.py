@@ -168,5 +168,6 @@ DESCRIBED = {
     "summed-described": ("summed_tiles.fused_kernel", "bfloat16", BY_DESCRIPTORS),
     "owned-described": ("owned_tiles.owned_kernel", "bfloat16", BY_DESCRIPTORS),
     "owned-described-2": ("owned_tiles.owned_kernel", "bfloat16", {"RANKS": 2, **BY_DESCRIPTORS}),
+    "owned-described-8": ("owned_tiles.owned_kernel", "bfloat16", {"RANKS": 8, **BY_DESCRIPTORS}),
 }
 PRODUCTS |= FLOAT8 | DESCRIBED

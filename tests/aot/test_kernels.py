@@ -28,7 +28,7 @@ VARIANTS = [
     "push-odd", "words-i16", "root-words-i8", "passed-words-i8", "broadcast-chain-odd",
     "broadcast-scatter-odd", "take-odd", "sum-whole", "take-rows", "matmul-gathered",
     "consume-bf16-ragged", "one_kernel-ragged", "one_kernel-fp32", "scattered-fp32", "summed-fp32",
-    "owned-fp32", "owned-ragged", "summed-scattered",
+    "owned-fp32", "owned-ragged",
     "words-product-fp32",
 ]  # fmt: skip
 TAKEN = [
@@ -54,7 +54,8 @@ MOVING_VECTORS = [
     "norm-two_shot-2", "norm-two_shot-8", "norm-two_shot-4096", "norm-two_shot-fp32",
     "norm-two_shot-16384", "norm-two_shot-2-32768", "norm-two_shot-fp32-65536-8", "pull", "push",
     "push-all", "push-one", "broadcast-chain", "broadcast-scatter", "two_shot-2", "sum", "take",
-    "take-rows", "one_kernel-bf16", "one_kernel-fp8",
+    "take-rows", "one_kernel-bf16", "one_kernel-fp8", "summed-bf16", "owned-bf16",
+    "owned-described", "owned-described-2", "owned-described-8",
 ]  # fmt: skip
 GIVES_UP = ("two_shot", "scatter-", "norm-two_shot")
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10,

@@ -65,6 +65,15 @@ def test_float8_is_multiplied_first_where_cublas_is(chosen):
     assert chosen(2, 1024, 8192, 7168, cublas=False, **given) == "two_shot"
 
 
+@pytest.mark.parametrize(
+    "given", [{"dtype": "float32"}, {"dtype": "bfloat16", "out_dtype": "float32"},
+              {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16"}],
+)  # fmt: skip
+def test_short_products_of_two_ranks_are_known_of_16_bits(chosen, given):
+    assert chosen(2, 8192, 8192, 2048) == "two_shot"
+    assert chosen(2, 8192, 8192, 2048, **given) == "copy_engine"
+
+
 def test_ranks_vote_whether_products_are_short(chosen, monkeypatch):
     """One rank's product is long: all send by copy engines."""
     votes = []

@@ -15,8 +15,10 @@ import tdx
 import tdx.language as tdl
 from tdx.kernels.all_reduce_rms_norm import Config as NormConfig
 from tdx.kernels.barrier import Barrier
+from tdx.kernels.matmul import Config as Tile
 from tdx.kernels.pushing import announce
 from tdx.runtime.errors import PeerTimeout, TdxError
+from tests.helpers.blocks import many_blocks
 from tests.helpers.cases import isolated, limit, worlds
 from tests.helpers.movement import many_rounds
 
@@ -179,7 +181,8 @@ OPERATIONS = {
     "matmul_reduce_scatter": ("matmul_reduce_scatter", "credit"),
     "matmul_reduce_scatter-low_latency": ("matmul_reduce_scatter", "words"),
     "matmul_reduce_scatter-one_kernel": ("matmul_reduce_scatter", "partial_tiles"),
-    "matmul_all_reduce": ("matmul_all_reduce", "partial_tiles finished_tiles"),
+    "matmul_all_reduce-one_shot": ("matmul_all_reduce", "partial_tiles"),
+    "matmul_all_reduce-two_shot": ("matmul_all_reduce", "partial_tiles"),
     "matmul_all_reduce-copy_engine": ("matmul_all_reduce", "credit"),
     "norm-two_shot": ("all_reduce_rms_norm", "signals"),
     "norm-low_latency": ("all_reduce_rms_norm", "slots"),
@@ -216,6 +219,14 @@ def plan_of(world, name):
     summed = {
         "matmul_all_reduce": tdx.MatmulAllReduce, "matmul_reduce_scatter": tdx.MatmulReduceScatter,
     }  # fmt: skip
+    if algorithm == "two_shot":  # a tile for each of three ranks, and a block
+        a = world.zeros((48, 8), "float32")
+        with many_blocks():
+            config = Tile(16, 16, 16)
+            plan = tdx.MatmulAllReduce(
+                world, a.shape, *shapes[1:], algorithm=algorithm, config=config
+            )
+            return plan, (a, b)
     return summed[name](world, *shapes, algorithm=algorithm or None), (a, b)
 
 
