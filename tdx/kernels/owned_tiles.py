@@ -101,13 +101,14 @@ def _put(
     if owner != me:
         tl.store(tdl.symm_at(slots + me * stride, owner, world) + at, value, mask=inside)
     else:
+        mine = value.to(tl.float32)
         total = tl.full((BM, BN), -0.0, tl.float32)  # with which a sum is the other summand
         for first in range(0, RANKS, 2):
             for rank in tl.static_range(2):  # as many loads at a time
                 peer = first + rank
                 there = (peer < RANKS) & (peer != me)
                 part = tl.load(slots + peer * stride + at, mask=inside & there, other=-0.0)
-                total += tl.where(peer == me, value, part).to(tl.float32)
+                total += tl.where(peer == me, mine, part.to(tl.float32))
         total = finish_tile(total, bias, col, columns, BN, HAS_BIAS, ACTIVATION)
         finished = total.to(c.dtype.element_ty)
         for hop in range(1, RANKS):
@@ -175,9 +176,10 @@ def owned_kernel(
         before = tile
     if before >= 0:
         _tell(before, owned, arrived, finished, world, number, ok, RANKS)
-    mine = tl.minimum(owned, tiles - me * owned)
-    if (before // owned != me) & (mine > 0):  # to name who is late, not who waits for them too
-        _wait_for_partials(tl.program_id(0) % mine, arrived, world, number, RANKS)
+    if RANKS > 2:  # to name who is late, not an owner who waits for them too
+        mine = tl.minimum(owned, tiles - me * owned)
+        if (before // owned != me) & (mine > 0):
+            _wait_for_partials(tl.program_id(0) % mine, arrived, world, number, RANKS)
     for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
         tile = (begin + index) % tiles
         owner = tile // owned
