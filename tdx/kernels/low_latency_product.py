@@ -12,22 +12,19 @@ of the ranks may differ.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.operand import Operand, elements
+from tdx.kernels.operand import elements
 from tdx.kernels.plan import check_low_latency
 from tdx.kernels.product import blocks_for
-from tdx.kernels.reduced_product import ReducedProduct
+from tdx.kernels.reduced_product import OneKernel, ReducedProduct
 from tdx.kernels.reduction import from_words, to_words
 from tdx.kernels.select import power_of_two, takes_low_latency
 from tdx.kernels.tile_product import activate, grouped_tile, known, known_strides, tile_product
 from tdx.language.signal import program_barrier
-from tdx.runtime.driver.base import Bound
 
 __all__ = ["LowLatencyProduct", "sends_words"]
 
@@ -138,8 +135,10 @@ def low_latency_kernel(
         tl.store(c + row * columns + col, total.to(c.dtype.element_ty), mask=mask)
 
 
-class LowLatencyProduct:
+class LowLatencyProduct(OneKernel):
     """Workspace and kernels of "low_latency". A Way."""
+
+    kernel = low_latency_kernel
 
     def __init__(self, plan: ReducedProduct):
         owned = elements(plan.shape_a[:-1]) // plan.group.size
@@ -161,23 +160,6 @@ class LowLatencyProduct:
             "RANKS": size, "WIDE": kind != plan.product.out_dtype, "PAIRS": pairs,
             "BLOCK": block, "SAMPLES": min(block, threads),
         }  # fmt: skip
-
-    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
-        """Queue a call."""
-        multiply(handle, *ops)
-
-    def bind(self, plan: Any, *layout: Any) -> Bound:
-        """The kernel for operands so laid out."""
-        strides, steps, bias, aligned, _ = layout
-        product, config, sizes = plan.product, plan.config, plan._sizes(strides)
-        described = product.described(plan.world, config, sizes, aligned)
-        scale, kinds = product.scale_dtype, product.kinds(config, described, sizes)
-        return plan.bind(
-            low_latency_kernel, self._blocks,
-            (*kinds, scale, scale, product.out_dtype, bias), *self._shared, *sizes,
-            **product.constants, **self._named,
-            **product.product_constants(config, sizes, steps, described),
-        )  # fmt: skip
 
 
 def sends_words(nbytes: int, ranks: int) -> bool:

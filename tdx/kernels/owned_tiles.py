@@ -14,14 +14,12 @@ has then a partial of this call from every rank, all of which have left the call
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.operand import Operand, elements
-from tdx.kernels.reduced_product import ReducedProduct
+from tdx.kernels.operand import elements
+from tdx.kernels.reduced_product import OneKernel, ReducedProduct
 from tdx.kernels.select import constants
 from tdx.kernels.tile_product import (
     finish_tile,
@@ -29,36 +27,17 @@ from tdx.kernels.tile_product import (
     known,
     known_strides,
     quarters,
+    store_value,
+    tile_inside,
+    tile_places,
     tile_product,
 )
-from tdx.runtime.driver.base import Bound
 
 __all__ = ["OwnedTiles"]
 
 _SIZES = [
     "owned", "rows", "columns", "depth", "stride_am", "stride_ak", "stride_bk", "stride_bn",
 ]  # fmt: skip
-
-
-@triton.jit
-def _inside(row, col, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
-    """Which elements of a tile are in the matrix."""
-    rm = tl.arange(0, BM)
-    rn = tl.arange(0, BN)
-    return (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN)
-
-
-@triton.jit
-def _places(PITCH, BM: tl.constexpr, BN: tl.constexpr):
-    """Where the elements of a tile are in memory with PITCH elements from row to row."""
-    return tl.arange(0, BM)[:, None] * PITCH + tl.arange(0, BN)[None, :]
-
-
-@triton.jit
-def _store(c, value, row, col, columns, mask, BM: tl.constexpr, BN: tl.constexpr):
-    """Store a tile of the result."""
-    c_tile = c + tl.cast(row, tl.int64) * BM * columns + tl.cast(col, tl.int64) * BN
-    tl.store(c_tile + _places(columns, BM, BN), value, mask=mask)
 
 
 @triton.jit
@@ -95,8 +74,8 @@ def _put(
     elements a row.
     """
     me = tdl.rank(world)
-    at = _places(PITCH, BM, BN)
-    inside = _inside(row, col, rows, columns, BM, BN) & ok
+    at = tile_places(PITCH, BM, BN)
+    inside = tile_inside(row, col, rows, columns, BM, BN) & ok
     value = own.to(slots.dtype.element_ty)
     if owner != me:
         tl.store(tdl.symm_at(slots + me * stride, owner, world) + at, value, mask=inside)
@@ -114,7 +93,7 @@ def _put(
         for hop in range(1, RANKS):
             to = tdl.symm_at(result, (me + hop) % RANKS, world)
             tl.store(to + at, finished, mask=inside)
-        _store(c, finished, row, col, columns, inside, BM, BN)
+        store_value(c, finished, row, col, columns, inside, BM, BN)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -186,14 +165,16 @@ def owned_kernel(
         if owner != me:
             row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
             ok = tdl.wait(finished + tile, world, number, peer=owner)
-            inside = _inside(row, col, rows, columns, BM, BN) & ok
+            inside = tile_inside(row, col, rows, columns, BM, BN) & ok
             source = results + tile.to(tl.int64) * TILE
-            value = tl.load(source + _places(BN, BM, BN), mask=inside)
-            _store(c, value, row, col, columns, inside, BM, BN)
+            value = tl.load(source + tile_places(BN, BM, BN), mask=inside)
+            store_value(c, value, row, col, columns, inside, BM, BN)
 
 
-class OwnedTiles:
+class OwnedTiles(OneKernel):
     """Workspaces and the kernel. A Way."""
+
+    kernel = owned_kernel
 
     def __init__(self, plan: ReducedProduct):
         size, config = plan.group.size, plan.config
@@ -211,19 +192,3 @@ class OwnedTiles:
         )  # fmt: skip
         quartered = plan.world.backend != "host" and config.block_n >= 64
         self._named = {"RANKS": size, "PIECES": 4 if quartered else 1}
-
-    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
-        """Queue a call."""
-        multiply(handle, *ops)
-
-    def bind(self, plan: Any, *layout: Any) -> Bound:
-        """The kernel for operands so laid out."""
-        strides, steps, bias, aligned, _ = layout
-        product, config, sizes = plan.product, plan.config, plan._sizes(strides)
-        described = product.described(plan.world, config, sizes, aligned)
-        scale, kinds = product.scale_dtype, product.kinds(config, described, sizes)
-        return plan.bind(
-            owned_kernel, self._blocks, (*kinds, scale, scale, product.out_dtype, bias),
-            *self._shared, *sizes, **product.constants, **self._named,
-            **product.product_constants(config, sizes, steps, described),
-        )  # fmt: skip

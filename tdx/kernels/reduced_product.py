@@ -34,7 +34,7 @@ from tdx.runtime.errors import DtypeError, InvalidArgument
 from tdx.runtime.group import Group
 from tdx.runtime.world import World
 
-__all__ = ["ReducedProduct", "Way", "check_fused", "reduced_product"]
+__all__ = ["OneKernel", "ReducedProduct", "Way", "check_fused", "reduced_product"]
 
 
 class Way(Protocol):
@@ -49,6 +49,31 @@ class Way(Protocol):
 
     def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
         """Queue a call, with that product."""
+
+
+class OneKernel:
+    """Base of ways that are one kernel. `_shared`, `_named`: its arguments behind the operands."""
+
+    kernel: ClassVar[Any]
+    _blocks: int
+    _shared: tuple[Any, ...]
+    _named: dict[str, Any]
+
+    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
+        """Queue a call."""
+        multiply(handle, *ops)
+
+    def bind(self, plan: Any, *layout: Any) -> Bound:
+        """The kernel for operands so laid out."""
+        strides, steps, bias, aligned, _ = layout
+        product, config, sizes = plan.product, plan.config, plan._sizes(strides)
+        described = product.described(plan.world, config, sizes, aligned)
+        scale, kinds = product.scale_dtype, product.kinds(config, described, sizes)
+        return plan.bind(
+            self.kernel, self._blocks, (*kinds, scale, scale, product.out_dtype, bias),
+            *self._shared, *sizes, **product.constants, **self._named,
+            **product.product_constants(config, sizes, steps, described),
+        )  # fmt: skip
 
 
 class ReducedProduct(Plan):

@@ -9,17 +9,23 @@ for which every rank had left call n.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 import tdx.language as tdl
-from tdx.kernels.operand import Operand, elements
-from tdx.kernels.reduced_product import ReducedProduct
+from tdx.kernels.operand import elements
+from tdx.kernels.reduced_product import OneKernel, ReducedProduct
 from tdx.kernels.select import constants
-from tdx.kernels.tile_product import finish_tile, grouped_tile, known, known_strides, tile_product
-from tdx.runtime.driver.base import Bound
+from tdx.kernels.tile_product import (
+    finish_tile,
+    grouped_tile,
+    known,
+    known_strides,
+    store_value,
+    tile_inside,
+    tile_places,
+    tile_product,
+)
 
 __all__ = ["SummedTiles"]
 
@@ -29,26 +35,9 @@ _SIZES = [
 
 
 @triton.jit
-def _place(row, col, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
-    """Where the elements of a tile are in a buffer of tiles, and which are in the matrix."""
-    rm = tl.arange(0, BM)
-    rn = tl.arange(0, BN)
-    inside = (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN)
-    return rm[:, None] * BN + rn[None, :], inside
-
-
-@triton.jit
 def _owner(row, owned_rows, BM: tl.constexpr, RANKS: tl.constexpr):
     """Which ranks own the rows of tiles in this row of tiles: (BM, 1)."""
     return tl.minimum((row * BM + tl.arange(0, BM)) // owned_rows, RANKS - 1)[:, None]
-
-
-@triton.jit
-def _store(c, value, row, col, columns, mask, BM: tl.constexpr, BN: tl.constexpr):
-    """Store a tile of the result."""
-    c_tile = c + tl.cast(row, tl.int64) * BM * columns + tl.cast(col, tl.int64) * BN
-    at = tl.arange(0, BM)[:, None] * columns + tl.arange(0, BN)[None, :]
-    tl.store(c_tile + at, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -86,7 +75,8 @@ def fused_kernel(
             stride_am, stride_ak, stride_bk, stride_bn,
             BM, BN, BK, PRECISION, B_UNIT, A_STEP, B_STEP, DESCRIBED,
         )  # fmt: skip
-        at, inside = _place(row, col, rows, columns, BM, BN)
+        inside = tile_inside(row, col, rows, columns, BM, BN)
+        at = tile_places(BN, BM, BN)
         value = total.to(partials.dtype.element_ty)
         to = slots + me * stride + tl.cast(tile, tl.int64) * TILE
         signal = arrived + me * tiles + tile
@@ -100,7 +90,8 @@ def fused_kernel(
             tdl.notify(signal, peer, world, number)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-        at, inside = _place(row, col, rows, columns, BM, BN)
+        inside = tile_inside(row, col, rows, columns, BM, BN)
+        at = tile_places(BN, BM, BN)
         if SCATTERED:
             inside &= _owner(row, owned_rows, BM, RANKS) == me
         part = slots + tl.cast(tile, tl.int64) * TILE
@@ -111,11 +102,13 @@ def fused_kernel(
             part += stride
             total += tl.load(part + at, mask=inside & ok, other=0.0).to(tl.float32)
         total = finish_tile(total, bias, col, columns, BN, HAS_BIAS, ACTIVATION)
-        _store(c, total.to(c.dtype.element_ty), row, col, columns, inside & ok, BM, BN)
+        store_value(c, total.to(c.dtype.element_ty), row, col, columns, inside & ok, BM, BN)
 
 
-class SummedTiles:
+class SummedTiles(OneKernel):
     """Workspaces and the kernel. A Way. `scattered`: every rank owns a part of the rows."""
+
+    kernel = fused_kernel
 
     def __init__(self, plan: ReducedProduct, scattered: bool = False):
         size, config, rows = plan.group.size, plan.config, elements(plan.shape_a[:-1])
@@ -128,19 +121,3 @@ class SummedTiles:
             partials, arrived, plan.channel(self._blocks), plan.group.handle, max(1, rows // size),
         )  # fmt: skip
         self._named = {"RANKS": size, "SCATTERED": scattered}
-
-    def run(self, plan: Any, multiply: Bound, handle: int, ops: tuple[Operand, ...]) -> None:
-        """Queue a call."""
-        multiply(handle, *ops)
-
-    def bind(self, plan: Any, *layout: Any) -> Bound:
-        """The kernel for operands so laid out."""
-        strides, steps, bias, aligned, _ = layout
-        product, config, sizes = plan.product, plan.config, plan._sizes(strides)
-        described = product.described(plan.world, config, sizes, aligned)
-        scale, kinds = product.scale_dtype, product.kinds(config, described, sizes)
-        return plan.bind(
-            fused_kernel, self._blocks, (*kinds, scale, scale, product.out_dtype, bias),
-            *self._shared, *sizes, **product.constants, **self._named,
-            **product.product_constants(config, sizes, steps, described),
-        )  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 
 __all__ = [
     "finish_tile", "grouped_tile", "known", "known_strides", "quarters", "store_tile",
-    "tile_product",
+    "store_value", "tile_inside", "tile_places", "tile_product",
 ]  # fmt: skip
 
 # Tensor cores of sm_89 and sm_90 sum products of float8 in less than float32: so much of the depth
@@ -142,6 +142,27 @@ def finish_tile(
         vector = tl.load(bias + first_column + rn, mask=inside, other=0.0)
         total = total + vector.to(tl.float32)[None, :]
     return activate(total, ACTIVATION)
+
+
+@triton.jit
+def tile_inside(row, col, rows, columns, BM: tl.constexpr, BN: tl.constexpr):
+    """Which elements of a tile are in the matrix."""
+    rm = tl.arange(0, BM)
+    rn = tl.arange(0, BN)
+    return (rm[:, None] < rows - row * BM) & (rn[None, :] < columns - col * BN)
+
+
+@triton.jit
+def tile_places(pitch, BM: tl.constexpr, BN: tl.constexpr):
+    """Where the elements of a tile are in memory with `pitch` elements from row to row."""
+    return tl.arange(0, BM)[:, None] * pitch + tl.arange(0, BN)[None, :]
+
+
+@triton.jit
+def store_value(c, value, row, col, columns, mask, BM: tl.constexpr, BN: tl.constexpr):
+    """Store a tile of a matrix as it is."""
+    c_tile = c + tl.cast(row, tl.int64) * BM * columns + tl.cast(col, tl.int64) * BN
+    tl.store(c_tile + tile_places(columns, BM, BN), value, mask=mask)
 
 
 @triton.jit
