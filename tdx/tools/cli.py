@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -28,7 +30,7 @@ _COMMANDS = {  # name -> (module, help)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `tdx` command with `argv` (default: sys.argv[1:]); returns the exit code.
 
-    0: success. 2: wrong usage, or a TdxError, whose text goes to stderr.
+    0: success. 2: wrong usage, or a TdxError, whose text goes to stderr. 141: nobody reads stdout.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = argv[0] if argv and argv[0] in _COMMANDS else None
@@ -47,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert module is not None  # argparse has ended the program otherwise
     try:
         config.check()
-        return module.main(args)
+        code: int = module.main(args)
+        sys.stdout.flush()
+        return code
     except TdxError as error:
         print(f"tdx {chosen}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # nobody reads the output any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE

@@ -79,9 +79,6 @@ def main(args: argparse.Namespace) -> int:
         return job.run()
     except _Interrupted as stop:
         return 128 + stop.number
-    except BrokenPipeError:  # nobody reads the output any more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 128 + signal.SIGPIPE
 
 
 def check_ranks(ranks: int) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
+import subprocess
 import sys
 
 import pytest
@@ -12,7 +15,7 @@ import tdx
 from tdx.runtime.errors import TdxError
 from tdx.tools import cli, launcher
 from tdx.tools.launcher import Launcher, Library, clean_environment, find_launcher
-from tests.helpers.commands import run_tdx
+from tests.helpers.commands import run_tdx, tdx_environment
 
 
 @pytest.mark.smoke
@@ -57,6 +60,18 @@ def test_errors_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr("tdx.tools.run.find_launcher", refuse)
     assert cli.main(["run", "-n", "2", __file__]) == 2
     assert capsys.readouterr().err == "tdx run: no launcher, install one\n"
+
+
+@pytest.mark.parametrize("words", [["info"], ["run", "-n", "1", "-m", "platform"]])
+def test_output_that_nobody_reads(words):
+    end, start = os.pipe()
+    os.close(end)
+    command = [sys.executable, "-m", "tdx", *words]
+    done = subprocess.run(
+        command, stdout=start, stderr=subprocess.PIPE, text=True, env=tdx_environment(), timeout=60
+    )
+    os.close(start)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def fake_launcher(folder, name, text):
