@@ -24,7 +24,9 @@ _MOST_MULTIPROCESSORS = 1024
 
 _SETTINGS: dict[str, _Setting] = {
     "backend": _Setting(
-        str, "", "what `tdx.init()` uses when no `backend=` is given; empty: what is there",
+        str, "",
+        "what `tdx.init()` uses when no `backend=` is given, `cuda` or `host`; empty: "
+        "what is there",
         "cuda, hip or host",
     ),
     "cublas": _Setting(

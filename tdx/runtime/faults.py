@@ -151,7 +151,7 @@ class Faults:
         if channels.mismatch is not None and self.first is None:
             self._stand(channels.mismatch)
         elif (lost or given_up) and self.first is None:
-            fault = self._lost(lost) if lost else self._given_up(given_up)
+            fault = self._lost(lost) if lost else self._given_up(given_up, "because of a fault and")
             self._stand(channels.explain(fault))
         elif self.first is None and (left := self._left()):
             self._stand(channels.explain(left))
@@ -174,19 +174,22 @@ class Faults:
                 self.record[abi.RECORD_STATE] = 1
         self.halt()
 
-    def _left(self) -> PeerLost | None:
-        """For peers that closed their world while work is queued here, which may wait for them.
+    def _left(self) -> PeerLost | PeerTimeout | None:
+        """For peers that left their world while work is queued here, which may wait for them.
 
         What they sent has arrived by then; a while is for what comes of it.
         """
         world, now = self._world, time.monotonic()
         left = frozenset() if world.closing else world.channels.departed()
-        if not left or not world.driver.is_busy():
+        recovering = [] if world.closing else world.channels.recovering()
+        if not (left or recovering) or not world.driver.is_busy():
             self._left_since = math.inf
             return None
         self._left_since = min(self._left_since, now)
         if now - self._left_since < _LEFT_S:
             return None
+        if not left:
+            return self._given_up(recovering, "while it is in use here, and")
         ranks, page = sorted(left), world.channels.page
         why, origin = page.absence(ranks, 0, True) if page is not None else PRESENT
         return PeerLost(
@@ -204,9 +207,9 @@ class Faults:
             rank=self._world.rank,
         )
 
-    def _given_up(self, ranks: list[int]) -> PeerTimeout:
+    def _given_up(self, ranks: list[int], why: str) -> PeerTimeout:
         return PeerTimeout(
-            f"{describe_ranks(ranks)} gave this world up because of a fault and went on to "
+            f"{describe_ranks(ranks)} gave this world up {why} went on to "
             f"world.recover(): call it on rank {self._world.rank} as well",
             rank=self._world.rank,
             peer=ranks[0],

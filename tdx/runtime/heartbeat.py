@@ -39,7 +39,7 @@ __all__ = [
 # Questions that the ranks of a page can settle: two for each round of recovery, and one more.
 _ROUNDS = abi.MAX_RANKS
 ABORT_QUESTION = 2 * _ROUNDS  # which rank says why the job ends
-_BEATS, _STATE, _STAGE, _DAMAGED, _PROCESS, _FAULT_LENGTH, _FAULT_ORIGIN, _GIVEN_UP = range(8)
+_BEATS, _STATE, _STAGE, _OVER, _PROCESS, _FAULT_LENGTH, _FAULT_ORIGIN, _GIVEN_UP = range(8)
 _SLOT_WORDS = 8  # 64-bit words, a cache line
 _ANSWERS = abi.MAX_RANKS * _SLOT_WORDS
 _FAULTS_AT = (_ANSWERS + ABORT_QUESTION + 1) * 8
@@ -47,6 +47,7 @@ _FAULT_BYTES = 1024  # of the text of a fault
 _PAGE_BYTES = _FAULTS_AT + abi.MAX_RANKS * _FAULT_BYTES
 _BOARD_AT = -(-_PAGE_BYTES // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 _CLOSED = 1
+_FAULT, _DONE = 1, 2  # why nothing of a rank that recovers is to be waited for any more
 _BEAT_S = 0.2  # between two heartbeats of a busy rank
 _LOCK_POLL_S = 1e-3
 _settling = threading.Lock()  # file locks do not exclude threads of one process
@@ -111,10 +112,13 @@ class HeartbeatPage:
         """The rank ended its part in an orderly way."""
         return self._read(rank, _STATE) == _CLOSED
 
-    def enter(self, stage: int, is_damaged: bool) -> None:
-        """Show that this rank gave up all earlier stages; `is_damaged`: because of a fault."""
+    def enter(self, stage: int, is_damaged: bool, is_done: bool = False) -> None:
+        """Show that this rank gave up all earlier stages.
+
+        `is_damaged`: because of a fault; `is_done`: what it had queued there has ended.
+        """
         with self._lock:
-            self._write(_DAMAGED, is_damaged)
+            self._write(_OVER, _FAULT if is_damaged else _DONE if is_done else 0)
             self._write(_STAGE, stage)
 
     def stage(self, rank: int) -> int:
@@ -123,7 +127,11 @@ class HeartbeatPage:
 
     def damaged(self, rank: int) -> bool:
         """The rank gave the world up because of a fault."""
-        return bool(self._read(rank, _DAMAGED))
+        return self._read(rank, _OVER) == _FAULT
+
+    def done(self, rank: int) -> bool:
+        """The rank gave the world up without a fault, and nothing more comes of it."""
+        return self._read(rank, _OVER) == _DONE
 
     def give_up(self, stamp: int) -> None:
         """Show which operation of the host channel, not 0, this rank has waited for in vain."""

@@ -24,12 +24,12 @@ from tdx.runtime.heartbeat import PRESENT, Absence, HeartbeatPage, beating, shar
 from tdx.runtime.outcomes import describe_ranks, pack_error, raise_for_peers, require_same_calls
 from tdx.runtime.unix_sockets import check_timeout, close_fds
 
-__all__ = ["HostChannel"]
+__all__ = ["GRACE_S", "HostChannel"]
 
 T = TypeVar("T")
 
 _TICK_S = 0.25  # between two looks at the heartbeats while waiting
-_GRACE_S = 0.5  # kernels' waits end before the host's: their faults say which signal was missing
+GRACE_S = 0.5  # kernels' waits end before the host's: their faults say which signal was missing
 _GOODBYE_S = 0.5  # how long `close` tries to deliver what is queued
 
 
@@ -165,19 +165,27 @@ class HostChannel:
                 self.mismatch, self.page.board.kept = found, True
         return self.mismatch or error
 
-    def enter(self, stage: int, is_damaged: bool) -> None:
+    def enter(self, stage: int, is_damaged: bool, is_done: bool = False) -> None:
         """Give up all earlier stages: peers that still wait there for this rank raise.
 
-        Messages of different stages do not meet. `is_damaged`: a fault is the reason.
+        Messages of different stages do not meet. `is_damaged`: a fault is the reason; `is_done`:
+        what this rank had queued has ended.
         """
         self._stage = stage
         if self.page is not None:
-            self.page.enter(stage, is_damaged)
+            self.page.enter(stage, is_damaged, is_done)
 
     def given_up(self) -> list[int]:
         """Peers that gave the world up because of a fault. Never blocks; any thread."""
-        page, peers = self.page, set(range(self.size)) - {self.rank}
-        return [] if page is None else [rank for rank in sorted(peers) if page.damaged(rank)]
+        return [peer for peer in self._links if self.page is not None and self.page.damaged(peer)]
+
+    def recovering(self) -> list[int]:
+        """Peers that gave the world up without a fault, their work done, unless this rank has too.
+
+        Never blocks; any thread.
+        """
+        page = None if self._stage else self.page
+        return [peer for peer in self._links if page is not None and page.done(peer)]
 
     def close(self) -> None:
         """Deliver what is queued (at most 0.5 s), then close everything. May be called again.
@@ -300,7 +308,7 @@ class HostChannel:
                 if (seen := self._signs(peer)) != signs[peer]:
                     signs[peer], heard[peer] = seen, now
             oldest = min(heard[peer] for peer in waiting)
-            left = oldest + limit + _GRACE_S - now if limit else math.inf
+            left = oldest + limit + GRACE_S - now if limit else math.inf
             if left <= 0:
                 silent = [peer for peer in waiting if heard[peer] == oldest]
                 why = f": nothing heard of {describe_ranks(silent)} for {limit:g} s (timeout_s). "

@@ -28,6 +28,7 @@ from tdx.runtime.closing import give_up
 from tdx.runtime.descriptors import exchange_fds
 from tdx.runtime.errors import Closed, PeerLost, PeerTimeout
 from tdx.runtime.exchange import Mesh
+from tdx.runtime.host_channel import GRACE_S
 from tdx.runtime.mpi_end import skip_mpi_finalize, watch_at_exit
 from tdx.runtime.outcomes import describe_ranks, is_consequence, pack_error
 
@@ -149,14 +150,15 @@ def _retire(world: World) -> None:
                     RuntimeWarning,
                     stacklevel=4,
                 )
-        channel.enter(1, world.faults.notice())
+        channel.enter(1, world.faults.notice(), is_done=True)
         give_up(world)
 
 
 def _gather(channel: HostChannel, attempt: int, candidates: tuple[int, ...]) -> tuple[int, ...]:
     """The members of a round, in old numbers: the same on every rank. Raises PeerLost if left out.
 
-    Ranks that are neither gone nor there are waited for until they were silent for the deadline.
+    Ranks that are neither gone nor there are waited for until they were silent for the deadline,
+    and for as long as one whose kernel waits at that moment needs to hear of this.
     """
     page = channel.page
     if page is None:
@@ -171,7 +173,7 @@ def _gather(channel: HostChannel, attempt: int, candidates: tuple[int, ...]) -> 
         for rank in missing:
             if (beats := page.beats(rank)) != seen[rank][0]:
                 seen[rank] = beats, now
-        if all(limit and now - seen[rank][1] > limit for rank in missing):
+        if all(limit and now - seen[rank][1] > limit + GRACE_S for rank in missing):
             mask = page.settle(question, sum(1 << rank for rank in present), limit)
             break
         time.sleep(_POLL_S)

@@ -350,12 +350,13 @@ class World(Group):
         raise Closed("the world is closed; call tdx.init() for a new one")
 
     def recover(self) -> World:
-        """A new world of the ranks that are there, after PeerLost or PeerTimeout, or without.
+        """A new world of the ranks that are there, after any error, or without one.
 
-        Collective. Ranks keep their order and device, and are numbered anew; memory, epochs and
-        channels are fresh. This rank's pending work ends first, at its deadline at the latest.
-        Ranks that are gone, or silent for `timeout_s` seconds, are left out; all others end in
-        the same new world, or raise. A rank that is lost meanwhile costs another round.
+        Collective; ranks whose calls wait for this one raise PeerTimeout or CollectiveMismatch
+        within two seconds, to call it as well. Ranks keep their order and device, and are numbered
+        anew; memory, epochs and channels are fresh. This rank's pending work ends first, at its
+        deadline at the latest. Ranks that are gone, or silent for `timeout_s` seconds, are left
+        out; all others end in the same new world, or raise. A rank lost meanwhile costs a round.
 
         The old world is closed, whatever the outcome; `x.numpy()` of an array of it still gives
         what this rank's memory held last. That memory is returned with the last such array.

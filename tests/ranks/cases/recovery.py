@@ -18,7 +18,14 @@ import triton
 import tdx
 import tdx.language as tdl
 from tdx.runtime import recovery
-from tdx.runtime.errors import Closed, DriverError, PeerLost, PeerTimeout
+from tdx.runtime.errors import (
+    Closed,
+    CollectiveMismatch,
+    DriverError,
+    DtypeError,
+    PeerLost,
+    PeerTimeout,
+)
 from tests.helpers.cases import isolated, limit, worlds
 
 
@@ -309,6 +316,50 @@ def case_a_fault_of_one_rank_reaches_all(comm, backend):
             wait_for_fault(world)
     new = world.recover()
     check_works(new, [0, 1, 2], rank)
+    new.close()
+
+
+@isolated
+@worlds(2, 3)
+@limit(60)
+@pytest.mark.parametrize("timeout_s", [0.6, 30.0])
+def case_an_error_of_one_rank_that_recovers(comm, backend, timeout_s):
+    """Peers whose calls wait for it hear of it within seconds, and none is left out."""
+    world = tdx.init(comm, backend=backend, timeout_s=timeout_s)
+    rank, size = world.rank, world.size
+    x = world.array(np.full(3, rank, np.float32))
+    plan = tdx.AllReduce(world, (3,), "float32", algorithm="one_shot")
+    plan(x)
+    world.barrier()
+    start = time.monotonic()
+    if rank == size - 1:
+        with pytest.raises(DtypeError):
+            plan(world.array(np.ones(3)))
+    else:
+        plan(x)
+        with pytest.raises((PeerTimeout, CollectiveMismatch)):
+            wait_for_fault(world)
+    new = world.recover()
+    assert time.monotonic() - start < 8
+    check_works(new, list(range(size)), rank)
+    new.close()
+
+
+@isolated
+@worlds(2)
+@limit(60)
+def case_work_ends_before_recover(comm, backend):
+    """At its deadline, not because a peer has gone on to it."""
+    world = tdx.init(comm, backend=backend, timeout_s=3)
+    rank = world.rank
+    signals = world.zeros(1, "int32")
+    world.barrier()
+    start = time.monotonic()
+    if rank == 0:
+        _await[(1,)](signals, world.handle)
+    new = world.recover()
+    assert time.monotonic() - start > 2.9
+    check_works(new, [0, 1], rank)
     new.close()
 
 
