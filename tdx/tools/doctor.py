@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "not done in time."
     )
     parser.add_argument(
-        "-n", "--ranks", type=int, help="ranks to start (default: one a GPU, or 2 on the CPU)"
+        "-n",
+        "--ranks",
+        type=int,
+        help=f"ranks to start, at most {_MOST_RANKS} (default: one a GPU, or 2 on the CPU)",
     )
     parser.add_argument("--backend", choices=BACKENDS, help="default: what tdx.init() chooses")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
