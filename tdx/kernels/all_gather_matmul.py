@@ -264,6 +264,7 @@ class AllGatherMatmul(Plan):
                 for value, what in ((b, "b"), (out, "out"), (bias, "bias"), (scale_b, "scale_b"))
             )
             left, step = product.check_scale(world, scale_a, self.shape_a[:-1], "scale_a", x)
+            step |= self._row_scales and left.shape == self.shape_a[:-1]  # also of one row
             if product.scaled and self._row_scales != step:
                 given = "a scale for each row" if step else "one for all rows"
                 raise InvalidArgument(
@@ -359,11 +360,10 @@ class AllGatherMatmul(Plan):
     def overlap(self) -> tuple[int, int]:
         """(remote tiles computed before the last chunk had arrived, remote tiles) of the last call.
 
-        From counts that the kernel took on the device; waits for it. Raises InvalidArgument unless
-        the plan was made with trace=True.
+        Counted on the device; waits for it. InvalidArgument unless the plan has trace=True.
         """
         if not self._traced:
-            raise InvalidArgument(f"{self.operation}: overlap() needs a plan made with trace=True")
+            raise InvalidArgument(f"{self.operation}: overlap() needs a plan with trace=True")
         for trace in self._traces:
             trace._block.note(self._stream)
         return early_tiles(self._traces, self.group.size, self._gathering.chunks)
@@ -378,8 +378,8 @@ def all_gather_matmul(a: Any, b: Any, *, return_gathered: bool = False, **option
     a : tdx array, or array of NumPy or a DLPack producer
         (m, ..., K): this rank's part; the same shape on every rank.
     b : array or sequence of arrays
-        (K, N) of this rank, any strides; several share one gather. N may differ between ranks, but
-        where it changes from one call to the next it changes on all: each then makes a plan.
+        (K, N) of this rank, any strides; several share one gather. N may differ between ranks, each
+        with one N of every other rank in all calls; other combinations need plans.
     return_gathered : bool
         Return the gathered a as well; of float8 without its scales.
     algorithm : {"fused", "one_kernel", "unfused"}, optional

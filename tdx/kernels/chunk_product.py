@@ -105,7 +105,8 @@ def early_tiles(traces: Sequence[Array], ranks: int, chunks: int) -> tuple[int, 
     """What AllGatherMatmul.overlap returns, of what was traced for each b."""
     early = remote = 0
     for trace in traces:
-        seen = trace.numpy().reshape(ranks, -1)[1:]  # the own tiles come first
+        seen = trace.numpy()
+        seen = seen[: len(seen) // ranks * ranks].reshape(ranks, -1)[1:]  # own tiles come first
         remote += int((seen > 0).sum())
         early += int(((seen > 0) & (seen < ranks * chunks)).sum())
     return early, remote

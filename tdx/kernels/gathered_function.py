@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -70,5 +71,7 @@ def _has_row_scales(a: Any, scale: Any) -> bool:
     """Whether a call passes a scale for each row of `a`."""
     if a.dtype.itemsize > 1:  # no float8: the plan says that there are no scales
         return False
-    one = scale is None or isinstance(scale, Real)
-    return not one and getattr(scale, "shape", ()) not in ((), (1,))
+    if scale is None or isinstance(scale, Real):
+        return False
+    shape = tuple(getattr(scale, "shape", ()))  # see Product.check_scale
+    return math.prod(shape) != 1 or (shape == a.shape[:-1] and shape != (1,))

@@ -274,8 +274,8 @@ def matmul_all_reduce(a: Any, b: Any, *, partial_dtype: Any = None, **options: A
     ----------
     a : tdx array, or array of NumPy or a DLPack producer
         (..., K_local) of this rank, copied where matmul copies it; (...) is the same on every rank.
-        K_local may differ, but where it changes from one call to the next it changes on all ranks:
-        each then makes a plan.
+        K_local may differ between ranks, each with one K_local of every other rank in all calls;
+        other combinations need plans.
     b : array
         (K_local, N) of this rank, any strides.
     partial_dtype : {None, "float32"}

@@ -33,6 +33,7 @@ from tdx.runtime import dtypes
 from tdx.runtime.agreement import agree
 from tdx.runtime.array import Array
 from tdx.runtime.block import Block
+from tdx.runtime.checks import check_bool
 from tdx.runtime.config import config
 from tdx.runtime.driver.base import Bound, Described
 from tdx.runtime.errors import (
@@ -101,6 +102,8 @@ class Plan(Repeating):
         `unanimous`, before which it may `agree_on` what leads to them. If it raises, the other
         ranks raise CollectiveMismatch at once.
         """
+        if not isinstance(world, World):
+            raise InvalidArgument(f"{self.operation}: {world!r} is no world; pass a team as team=")
         world.check()
         self.world, self.group = world, group_of(world, team, self.operation)
         self._memory: list[Block] = []  # what its kernels use besides operands
@@ -188,7 +191,7 @@ class Plan(Repeating):
 
     def result_buffer(self, shape: Sequence[int], dtype: Any, wanted: bool) -> Array | None:
         """What calls without `out` return, if the plan is to have it."""
-        if not wanted:
+        if not check_bool(f"{self.operation}: buffer", wanted):
             return None
         return self.world.empty(tuple(shape), dtype, symmetric=False, name=self.operation)
 
@@ -308,9 +311,7 @@ class Plan(Repeating):
         if out is None:
             out = buffer
             if buffer is None:
-                raise InvalidArgument(
-                    f"{self.operation}: the plan has no buffer of its own; pass out="
-                )
+                raise InvalidArgument(f"{self.operation}: the plan has no buffer; pass out=")
         return check_output(self.world, out, shape, dtype)
 
 
@@ -335,10 +336,7 @@ def group_of(world: World, team: Group | None, operation: str) -> Group:
 
 
 def post_refusal(world: World, group: Group, operation: str, error: BaseException) -> None:
-    """Tell the peers that this rank refuses a call, once.
-
-    Errors that ranks raise together are not posted.
-    """
+    """Tell the peers, once, that this rank refuses a call: not of errors that all ranks raise."""
     if _is_own(error) and not world.closed and not getattr(error, "posted", False):
         error.posted = True  # type: ignore[attr-defined]
         with contextlib.suppress(TdxError):
@@ -353,7 +351,8 @@ def _is_own(error: BaseException) -> bool:
 def plain_shape(shape: Any) -> tuple[int, ...]:
     """A shape argument, an int or a sequence of ints >= 0, as a tuple of ints."""
     try:
-        extents = (shape,) if hasattr(shape, "__index__") else tuple(shape)
+        is_one = hasattr(shape, "__index__") and not getattr(shape, "ndim", 0)
+        extents = (shape,) if is_one else tuple(shape)
         plain = tuple(operator.index(n) for n in extents)
     except TypeError:
         raise InvalidArgument(f"shape {shape!r} must be an int or a sequence of ints") from None
@@ -364,7 +363,7 @@ def plain_shape(shape: Any) -> tuple[int, ...]:
 
 def check_algorithm(operation: str, algorithm: Any, known: Sequence[str]) -> None:
     """Raise InvalidArgument unless `algorithm` is None or one of `known`."""
-    if algorithm is not None and algorithm not in known:
+    if algorithm is not None and not (isinstance(algorithm, str) and algorithm in known):
         raise InvalidArgument(
             f"{operation}: algorithm={algorithm!r} is not one of {', '.join(known)}, or None"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -15,7 +16,7 @@ from tdx.kernels.plan_cache import check_recording, remembered
 from tdx.kernels.select import constants
 from tdx.kernels.tiles import FLOAT8_DEPTH, Config, choose_tile
 from tdx.runtime import dtypes
-from tdx.runtime.checks import check_bool
+from tdx.runtime.checks import as_float, check_bool
 from tdx.runtime.driver.base import Described
 from tdx.runtime.errors import DtypeError, InvalidArgument, Unsupported
 from tdx.runtime.world import World
@@ -34,6 +35,7 @@ _FLOAT8 = "float8_e4m3fn"
 _OUTPUTS = ("float16", "bfloat16", "float32")
 _INPUTS = (*_OUTPUTS, _FLOAT8)
 _FLOAT32 = dtypes.resolve("float32")
+_MOST = float(np.finfo(np.float32).max)
 _BIASES = ", ".join(dtype.name for dtype in dtypes.SUPPORTED if dtypes.is_float(dtype))
 _IMPRECISE = ("sm_89", "sm_90")  # sum float8 in less than float32
 
@@ -94,7 +96,9 @@ class Product:
             )
         if scaled and arch.startswith("sm_") and int(arch[3:]) < 89:
             raise Unsupported(f"products of {dtype} need sm_89 or later, not {arch}; use bfloat16")
-        if activation is not None and activation not in ACTIVATIONS:
+        if activation is not None and not (
+            isinstance(activation, str) and activation in ACTIVATIONS
+        ):
             raise InvalidArgument(f"activation={activation!r} is not one of {ACTIVATIONS}")
         if scaled and world.recording is None:
             _constant(world, 1.0, "scale")  # calls without scales, recorded ones too, find it there
@@ -309,11 +313,11 @@ class Product:
                 return fallback, 0
             raise InvalidArgument(f"{what} is for inputs of {_FLOAT8}, not of {self.dtype}")
         if scale is None or isinstance(scale, Real):
-            return _constant(world, 1.0 if scale is None else float(scale), what), 0
+            return _constant(world, 1.0 if scale is None else _float32(scale, what), what), 0
         op = operand(world, scale, what)
         if op.dtype != _FLOAT32:
             raise DtypeError(f"{what} must be float32, got {op.dtype}")
-        if op.shape in ((), (1,)):
+        if math.prod(op.shape) == 1 and (op.shape != shape or shape == (1,)):
             return op, 0
         if op.shape != shape:
             raise InvalidArgument(
@@ -332,6 +336,13 @@ def _refuse(refusal: str | None) -> None:
 def _unit(strides: Sequence[int]) -> int:
     """Along which axis of a matrix elements are neighbours; -1: along neither."""
     return 1 if strides[1] == 1 else 0 if strides[0] == 1 else -1
+
+
+def _float32(value: Real, what: str) -> float:
+    number = as_float(float(value) if isinstance(value, bool) else value)
+    if number is None or (abs(number) > _MOST and value not in (math.inf, -math.inf)):
+        raise InvalidArgument(f"{what} is {number:g}: float32 ends at {_MOST:.6g}")
+    return number
 
 
 def _constant(world: World, value: float, what: str) -> Operand:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -13,12 +14,13 @@ from typing import Any, TypeVar
 
 from tdx.kernels.call import Call
 from tdx.kernels.operand import Operand, flattened
-from tdx.kernels.plan import Plan, plain_shape
+from tdx.kernels.plan import Plan, group_of, plain_shape, post_refusal
 from tdx.kernels.product import Product
 from tdx.kernels.tiles import Config, check_config
 from tdx.runtime.checks import check_flag
-from tdx.runtime.errors import InvalidArgument
+from tdx.runtime.errors import InvalidArgument, TdxError
 from tdx.runtime.group import Group
+from tdx.runtime.init import current_world
 
 __all__ = [
     "ProductOptions",
@@ -89,7 +91,12 @@ def options_of(function: Any, options: Mapping[str, Any]) -> ProductOptions:
     try:
         return ProductOptions(**options)
     except TypeError:
-        raise _unknown(function, options) from None
+        error, world = _unknown(function, options), current_world()
+        if world is not None:
+            name = function.__name__
+            with contextlib.suppress(TdxError):
+                post_refusal(world, group_of(world, options.get("team"), name), name, error)
+        raise error from None
 
 
 def _unknown(function: Any, options: Mapping[str, Any]) -> TypeError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tdx.kernels.select import MOST_ELEMENTS, MOST_WARPS, constants, power_of_two, shared_bytes
-from tdx.runtime.checks import make_ints
+from tdx.runtime.checks import check_bool, make_ints
 from tdx.runtime.errors import InvalidArgument
 
 __all__ = ["FLOAT8_DEPTH", "Config", "check_config", "choose_tile", "splits"]
@@ -53,6 +53,9 @@ class Config:
         make_ints(
             self, "block_m", "block_n", "block_k", "group_m", "num_warps", "num_stages", "split_k"
         )
+        if self.descriptors is not None:
+            flag = check_bool("descriptors", self.descriptors, ", or None")
+            object.__setattr__(self, "descriptors", flag)
         for name in ("block_m", "block_n", "block_k"):
             value = getattr(self, name)
             if value < 16 or value != power_of_two(value):

@@ -239,13 +239,18 @@ def explained(board: CallBoard, ranks: Sequence[int], error: TdxError) -> TdxErr
 
 
 def _hint(calls: Mapping[int, str]) -> str:
-    """What to do where a rank makes a plan of an operation of which another one calls a plan."""
+    """What to do where a rank makes or calls another plan of an operation than its peer calls."""
     made = {found[1] for call in calls.values() if (found := _MADE.match(call))}
-    called = {found[1] for call in calls.values() if (found := _CALLED.match(call))}
-    if not made & called:
+    called = [found[1] for call in calls.values() if (found := _CALLED.match(call))]
+    products = {name for name in called if called.count(name) > 1 and "matmul" in name}
+    if made.intersection(called):
+        begin = "A rank makes a plan where another has one"
+    elif products:
+        begin = "Ranks call different plans of the same operation"
+    else:
         return ""
     return (
-        "\nA rank makes a plan where another has one: what may differ between ranks, as K of "
-        "products that are summed, still changes on all ranks in the same call, or not at all. "
-        "Else make a plan for each combination, as tdx.MatmulAllReduce(world, ...)"
+        f"\n{begin}: what may differ between ranks, N of products that are gathered and K of those "
+        "that are summed, goes with one of every other rank in all calls of a function. Else make "
+        "a plan for each combination, as tdx.MatmulAllReduce(world, ...)"
     )

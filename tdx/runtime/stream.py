@@ -313,7 +313,7 @@ def stream_handle(stream: Any) -> int:
     if isinstance(stream, Stream):
         stream._check()
         return stream.handle
-    if isinstance(stream, int) and not isinstance(stream, bool):
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         return stream or DEFAULT_STREAM
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
@@ -323,7 +323,7 @@ def stream_handle(stream: Any) -> int:
         value = getattr(stream, name, None)
         if isinstance(value, int):
             return value or DEFAULT_STREAM
-    if (handle := as_int(stream)) is not None:
+    if (handle := as_int(stream)) is not None and handle >= 0:
         return handle or DEFAULT_STREAM
     raise InvalidArgument(
         f"stream={stream!r} is not a stream; pass a tdx, CuPy or PyTorch stream, an int handle, "

@@ -359,3 +359,15 @@ def case_speed(world):
     if world.rank == 0:
         print(f"all_gather_matmul 256^3 float32, 4 ranks: {sorted(times)[2] * 1e3:.1f} ms")  # noqa: T201
     assert sorted(times)[2] < 1.0
+
+
+@worlds(1, 2)
+def case_overlap_of_a_b_without_columns(world):
+    x = world.array(values(world.rank, (4, 16), "float32"))
+    y = world.array(values(5, (16, 8), "float32"))
+    plan = tdx.AllGatherMatmul(world, (4, 16), [(16, 8), (16, 0)], "float32", trace=True)
+    plan(x, [y, y[:, :0]])
+    assert plan.overlap()[1] == (world.size - 1) * plan._tiles(8)
+    plan = tdx.AllGatherMatmul(world, (4, 16), (16, 0), "float32", trace=True)
+    plan(x, y[:, :0])
+    assert plan.overlap() == (0, 0)

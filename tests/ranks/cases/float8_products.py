@@ -362,3 +362,22 @@ def case_one_rank_is_wrong(world):
     with pytest.raises(InvalidArgument if wrong else CollectiveMismatch, match="block_k=16"):
         tdx.matmul_all_reduce(x, y, config=Config(16, 16, 16 if wrong else 32))
     assert tdx.matmul_all_reduce(x, y).shape == (3, 5)
+
+
+@worlds(1, 2)
+def case_arrays_of_one_element(world):
+    """A scale for all, of any rank; where a has one row and the plan row scales, that row's."""
+    y = values(1, (32, 8), KIND)
+    for rows, shape in ((2, (1,)), (2, (1, 1)), (1, (1,)), (1, (1, 1, 1))):
+        x, factor = values(world.rank, (rows, 32), KIND), np.full(shape, 2.0, np.float32)
+        for call in (tdx.matmul, tdx.all_gather_matmul, tdx.matmul_all_reduce):
+            assert_same_bits(call(x, y, scale_a=factor), call(x, y, scale_a=2.0))
+    plan = tdx.AllGatherMatmul(world, (1, 32), (32, 8), KIND, row_scales=True)
+    each = np.full(1, 2.0 + world.rank, np.float32)
+    whole = np.concatenate([values(rank, (1, 32), KIND) for rank in range(world.size)])
+    wanted = tdx.matmul(whole, y, scale_a=2.0 + np.arange(world.size, dtype=np.float32))
+    x = values(world.rank, (1, 32), KIND)
+    assert_same_bits(plan(x, y, scale_a=each).numpy(), wanted)
+    for much in (1e300, 10**400, -1e39):
+        with pytest.raises(InvalidArgument, match=r"scale_a is .*: float32 ends at 3\.40282e\+38"):
+            tdx.matmul(x, y, scale_a=much)

@@ -214,3 +214,61 @@ def case_plans_document_their_parameters(world):
             assert parameter in text, (name, parameter)
         assert "ReducedProduct" not in text
         assert "See matmul" not in text
+
+
+@worlds(1, 2)
+def case_what_is_no_world_buffer_or_name(world):
+    x = np.zeros((4, 8), np.float32)
+    make = partial(tdx.MatmulAllReduce, shape_a=(4, 8), shape_b=(8, 16), dtype="float32")
+    for attempt, words in (
+        (partial(make, world.team(range(world.size))), "is no world; pass a team as team="),
+        (partial(make, "world"), "'world' is no world"),
+        (partial(make, world, buffer=x), r"buffer=<array of shape \(4, 8\)> must be True or False"),
+        (partial(make, world, buffer=1), "buffer=1 must be True or False"),
+        (partial(make, world, activation=x), "is not one of"),
+        (partial(make, world, algorithm=x), "is not one of"),
+        (partial(tdx.matmul_all_reduce, x, x.T.copy(), stream=-1), "stream=-1 is not a stream"),
+        (
+            partial(Config, 16, 16, 16, descriptors=0),
+            "descriptors=0 must be True or False, or None",
+        ),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            attempt()
+    assert Config(16, 16, 16, descriptors=np.False_).descriptors is False
+    for shape in (np.array([4, 8]), (np.int64(4), 8)):
+        assert tdx.AllReduce(world, shape, "float32").result[0] == (4, 8)
+    assert tdx.AllReduce(world, np.array(4), "float32").result[0] == (4,)
+
+
+@worlds(2)
+def case_an_unknown_option_of_one_rank(world):
+    """Peers that would make a plan are told."""
+    x = np.ones((2, 4 + 2 * world.size), np.float32)  # a shape that no other case has
+    kind, words = CollectiveMismatch, "rank 1: refused: TypeError: .* has no option 'fast'"
+    if world.rank == 1:
+        kind, words = TypeError, "matmul_all_reduce.* has no option 'fast'"
+    with pytest.raises(kind, match=words):
+        tdx.matmul_all_reduce(x, x.T.copy(), **({"fast": 1} if world.rank == 1 else {}))
+    world.barrier()
+
+
+@isolated
+@worlds(2)
+@limit(30)
+@pytest.mark.parametrize("columns", [((8, 9), (9, 9), (8, 10)), ((8, 9), (10, 11), (8, 11))])
+def case_columns_that_do_not_go_together(comm, backend, columns):
+    """A rank's N that comes again beside another N of its peer: the remedy is named."""
+    world = tdx.init(comm, backend=backend, timeout_s=1)
+
+    def multiply():
+        for each in columns:
+            b = np.ones((16, each[world.rank]), np.float32)
+            tdx.all_gather_matmul(np.ones((4, 16), np.float32), b)
+        world.synchronize()
+
+    with pytest.raises(CollectiveMismatch, match="goes with one of every other rank"):
+        multiply()
+    with contextlib.suppress(CollectiveMismatch):
+        world.close()
+    comm.barrier()
