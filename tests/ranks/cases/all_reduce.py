@@ -189,7 +189,9 @@ def case_steps_through_slots(world, dtype):
         ("two_shot", 2053, 7), ("two_shot", 300, 1), ("copy_engine", 2053, 7), ("copy_engine", 5, 1)
     ):  # fmt: skip
         config = Config(algorithm, 64, steps=steps)
-        plans = [tdx.AllReduce(world, size, dtype, config=config, buffer=own) for own in (0, 1)]
+        plans = [
+            tdx.AllReduce(world, size, dtype, config=config, buffer=own) for own in (False, True)
+        ]
         for turn in range(2):
             given = inputs(world, size, dtype, turn)
             wanted = reduced(given)
