@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tdx-ranks",
         type=int,
         help="ranks of the largest world; default: of as many as there are GPUs, or on the host "
-        "tier of any, but without 2 where a case has 3 or 4",
+        "tier of any, but without 2 where a case has 3 or 4, and 3 and 4 take turns",
     )
 
 
@@ -103,8 +103,8 @@ class CaseFile(pytest.File):
             found = list(expand(case))
             if len(dict(found)) < len(found):
                 raise self.CollectError(f"{name}: two parameter sets have the same id")
-            for parameters, _ in found:
-                for size in _sizes(self.config, options_of(case).worlds, largest):
+            for turn, (parameters, _) in enumerate(found, len(name)):
+                for size in _sizes(self.config, options_of(case).worlds, largest, turn):
                     label = f"{name}[{parameters}{'-' if parameters else ''}w{size}]"
                     yield CaseItem.from_parent(
                         self, name=label, case=case, parameters=parameters, size=size
@@ -156,12 +156,13 @@ def _needs_gpu(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None
 
 
-def _sizes(config: pytest.Config, worlds: tuple[int, ...], largest: int) -> list[int]:
-    """Those of a case's world sizes that are run."""
-    chosen = config.getoption("--tdx-ranks") is not None
-    more = not {3, 4}.isdisjoint(worlds)
-    spares_pairs = config.getoption("--tdx-backend") == "host" and not chosen and more
-    return [size for size in worlds if size <= largest and not (spares_pairs and size == 2)]
+def _sizes(config: pytest.Config, worlds: tuple[int, ...], largest: int, turn: int) -> list[int]:
+    """Those of a case's world sizes that are run, on the host tier not all: see --tdx-ranks."""
+    left_out: set[int] = set()
+    if config.getoption("--tdx-backend") == "host" and config.getoption("--tdx-ranks") is None:
+        left_out |= set() if {3, 4}.isdisjoint(worlds) else {2}
+        left_out |= {3 + turn % 2} if {3, 4} <= {*worlds} else set()
+    return [size for size in worlds if size <= largest and size not in left_out]
 
 
 def _largest_world(config: pytest.Config) -> int:
